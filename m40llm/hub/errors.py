@@ -1,0 +1,7 @@
+"""The one exception of the hub."""
+
+from __future__ import annotations
+
+
+class HubError(Exception):
+    """A model could not be fetched; the message is one line that names the problem and the remedy."""
