@@ -1,0 +1,112 @@
+"""DecodeSession: owns the buffers of one model on one device, runs one StepPlan at a time, reads back the sampled ids."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m40llm.config import KVDtype, ModelConfig
+from m40llm.forward import forward
+from m40llm.kv import KVLayout
+from m40llm.ops.protocol import Ops, Step
+from m40llm.plan import StepLimits, StepPlan, StepShape
+from m40llm.weights import ModelWeights
+
+# Recorded steps are small, but shapes of prefill chunks are many; decode shapes (few rows) stay.
+_MAX_RECORDED_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Host copies of a step's outputs, one row per entry of the plan's `logit_rows`."""
+
+    ids: NDArray[np.int32]  # (R,) greedy token
+    logits: NDArray[np.float32]  # (R, V), valid until the next step
+
+
+class DecodeSession:
+    """A model with its KV cache and workspace. Not thread-safe: one thread owns it.
+
+    Args:
+        slots: sequences that can hold KV at once.
+        context: positions per slot.
+        limits: the largest step; buffers are allocated for it here and never again.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        *,
+        slots: int,
+        context: int,
+        kv_dtype: KVDtype,
+        limits: StepLimits,
+    ) -> None:
+        self.config = config
+        self.limits = limits
+        self.kv_layout = KVLayout.for_model(config, slots, context, kv_dtype)
+        self._weights = weights
+        self._ops = ops
+        self._steps: OrderedDict[StepShape, Step] = OrderedDict()
+        with ExitStack() as on_failure:
+            on_failure.callback(ops.close)
+            self.kv = ops.new_kv(self.kv_layout)
+            self._ws = ops.new_workspace(config, limits)
+            on_failure.pop_all()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes one step.
+
+        Raises:
+            ValueError: the plan is larger than the session's limits or reaches outside the KV cache.
+        """
+        shape = plan.shape
+        self._check(plan, shape)
+        self._ops.upload(self._ws, plan)
+        step = self._steps.get(shape)
+        if step is None:
+            step = self._record(shape)
+        else:
+            self._steps.move_to_end(shape)
+        step.run()
+        rows = shape.logit_rows
+        return StepResult(self._ops.read_ids(self._ws, rows), self._ops.read_logits(self._ws, rows))
+
+    def _record(self, shape: StepShape) -> Step:
+        def body() -> None:
+            forward(self.config, self._weights, self._ws, self.kv, shape, self._ops)
+
+        step = self._ops.record(shape, body)
+        self._steps[shape] = step
+        if len(self._steps) > _MAX_RECORDED_STEPS:
+            self._steps.popitem(last=False)
+        return step
+
+    def _check(self, plan: StepPlan, shape: StepShape) -> None:
+        limits = self.limits
+        if shape.rows > limits.rows or shape.segments > limits.segments or shape.logit_rows > limits.logit_rows:
+            raise ValueError(f"step {shape} is over the session's limits {limits}")
+        if int(plan.kv_lens.max()) > self.kv_layout.context or int(plan.pos.min()) < 0:
+            raise ValueError(f"a position is outside the context of {self.kv_layout.context} tokens")
+        if int(plan.slots.min()) < 0 or int(plan.slots.max()) >= self.kv_layout.n_slots:
+            raise ValueError(f"a slot is outside 0..{self.kv_layout.n_slots - 1}")
+        if int(plan.token_ids.min()) < 0 or int(plan.token_ids.max()) >= self.config.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self.config.vocab_size}")
+
+    def close(self) -> None:
+        """Releases the device buffers; may be called twice."""
+        self._steps.clear()
+        self._ops.close()
+
+    def __enter__(self) -> DecodeSession:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
