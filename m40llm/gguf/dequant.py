@@ -1,7 +1,7 @@
 """NumPy dequantisation of every supported block format: the reference that every kernel is measured against.
 
-Block layouts are those of ggml's ``ggml-common.h``; the order of the float32 operations is that of ggml's dequantize_row functions,
-so the results equal the ``gguf`` package's bit for bit.
+Block layouts are those of ggml's ``ggml-common.h``; the order of the float32 operations is that of ggml's
+dequantize_row functions, so the results equal the ``gguf`` package's bit for bit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _nibbles(packed: np.ndarray, group: int) -> np.ndarray:
 
 
 def _fields(packed: np.ndarray, group: int, bits: int) -> np.ndarray:
-    """(n, m) bytes → (n, m·8/bits) uint8: of every ``group`` bytes first all lowest fields of ``bits`` bits, then the next."""
+    """(n, m) bytes → (n, m·8/bits) uint8: of every ``group`` bytes first all lowest ``bits``-bit fields, then the next."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     parts = (packed.reshape(len(packed), -1, 1, group) >> shifts) & np.uint8((1 << bits) - 1)
     return parts.reshape(len(packed), -1)

@@ -39,8 +39,8 @@ class ArraySpan:
 class Metadata(Mapping[str, Any]):
     """Key → ``int | float | bool | str``, NumPy array (numeric arrays) or ``list[str]`` (string arrays).
 
-    Arrays are decoded once, on first access, and then no longer need the open file. Strings in ``tokenizer.*`` arrays that are no
-    valid UTF-8 are decoded with ``surrogateescape`` (so the bytes can be had back); any other invalid string is a GGUFError.
+    Arrays are decoded once, on first access, and then no longer need the open file. Strings in ``tokenizer.*`` arrays that
+    are no valid UTF-8 are decoded with ``surrogateescape`` (so the bytes can be had back); any other one is a GGUFError.
     """
 
     def __init__(self, path: str, buffer: mmap.mmap, entries: dict[str, tuple[ValueType, Any]]) -> None:
@@ -84,7 +84,7 @@ class Metadata(Mapping[str, Any]):
         return value.count
 
     def require(self, key: str, kind: type[T]) -> T:
-        """The value of ``key`` as ``kind``: int, float (integers are converted), bool, str, list (of str) or np.ndarray.
+        """The value of ``key`` as ``kind``: int, float (converts integers), bool, str, list (of str) or np.ndarray.
 
         GGUFError names the file and the key when it is missing or of another type.
         """
@@ -96,10 +96,7 @@ class Metadata(Mapping[str, Any]):
             )
         value = self[key]
         if kind is float and type(value) is int:
-            try:
-                value = float(value)
-            except OverflowError:  # cannot happen for 64-bit integers; kept out of the caller's way all the same
-                value = None
+            value = float(value)
         # bool is an int to isinstance(), but a flag where a count is due is a broken file
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             stored, element = self.value_type(key)
@@ -122,7 +119,7 @@ class Metadata(Mapping[str, Any]):
     def _decode(self, key: str, span: ArraySpan) -> np.ndarray | list[str]:
         if self._buffer is None:
             raise GGUFError(
-                self._path, f"metadata array {quote(key)} was first asked for after the file was closed", "Read it before"
+                self._path, f"metadata array {quote(key)} was first asked for after close()", "Read it before"
             )
         raw = self._buffer[span.start : span.stop]
         if span.element is ValueType.STRING:

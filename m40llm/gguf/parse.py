@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from m40llm.gguf.errors import GGUFError, quote
@@ -18,7 +19,7 @@ MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 
-# Limits for hostile files, far above any real model (the largest vocabularies have some 10^6 strings, models some 10^4 tensors).
+# Limits for hostile files, far above any real model (the largest have some 10^6 strings and some 10^4 tensors).
 MAX_HEADER_BYTES = 1 << 30
 MAX_STRING_BYTES = 1 << 26
 MAX_NAME_BYTES = (1 << 16) - 1  # the specification's limit for keys
@@ -42,9 +43,10 @@ _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: ``shape`` in NumPy order (the last dimension, K, is contiguous), ``offset`` and ``nbytes`` in file ``part``.
+    """One tensor: ``shape`` in NumPy order, the last dimension (K) contiguous; where its bytes lie.
 
-    ``offset`` counts from the start of that file. For a type of unknown size ``nbytes`` is the distance to the next tensor.
+    ``offset`` counts from the start of the file with the index ``part`` (0 for an unsplit model). For a type of unknown
+    size ``nbytes`` is the distance to the next tensor.
     """
 
     name: str
@@ -149,7 +151,7 @@ class _Cursor:
             start = self.take(count * VALUE_DTYPES[element].itemsize, f"{what} ({count} values)")
             return ArraySpan(element, count, start, self.position)
         if count > self.strings_left:
-            self.fail(f"{what} claims {count} strings, more than the limit of {MAX_ARRAY_STRINGS} for all arrays together")
+            self.fail(f"{what} claims {count} strings, more than the limit of {MAX_ARRAY_STRINGS} per file")
         if count * 8 > self.limit - self.position:
             self.overrun(f"{what} ({count} strings)")
         self.strings_left -= count
@@ -206,14 +208,14 @@ def _check_magic(cursor: _Cursor) -> int:
         if head[:4] in (b"lmgg", b"tjgg", b"fmgg", b"algg"):
             cursor.fail("this is a GGML file from before GGUF", "Convert the model to GGUF, or download a GGUF of it")
         cursor.fail(
-            f"this is not a GGUF file (it starts with {head[:4]!r}, not {MAGIC!r})", "Give the path of a .gguf model file"
+            f"this is not a GGUF file (it starts with {head[:4]!r}, not {MAGIC!r})", "Give the path of a .gguf file"
         )
     cursor.position = len(MAGIC)
     version = cursor.u32("the version number")
     if version in (2, 3):
         return version
     if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3):
-        cursor.fail("the file is big-endian, and m40llm reads little-endian GGUF only", "Download the little-endian file")
+        cursor.fail("the file is big-endian; m40llm reads little-endian GGUF only", "Use the little-endian file")
     cursor.fail(f"GGUF version {version} is not supported (2 and 3 are)", "Convert the model with current tools")
 
 
@@ -262,7 +264,7 @@ def _place_tensors(
             unsized.append(name)
             nbytes = 0
         elif shape[-1] % block.block_size:
-            cursor.fail(f"{what} has rows of {shape[-1]} weights, no multiple of {kind.name}'s block of {block.block_size}")
+            cursor.fail(f"{what} has rows of {shape[-1]} weights, no multiple of {kind.name}'s {block.block_size}")
         else:
             nbytes = elements // block.block_size * block.type_size
         start = data_start + offset
@@ -273,11 +275,11 @@ def _place_tensors(
         tensors[name] = TensorInfo(name, kind, shape, nbytes, start, part)
 
     ordered = sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes))
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
             cursor.fail(f"tensors {quote(before.name)} and {quote(after.name)} overlap")
     if unsized:
-        ends = {t.name: n.offset for t, n in zip(ordered, ordered[1:], strict=False)}
+        ends = {t.name: n.offset for t, n in pairwise(ordered)}
         for name in unsized:
             t = tensors[name]
             tensors[name] = TensorInfo(name, t.type, t.shape, ends.get(name, cursor.size) - t.offset, t.offset, part)

@@ -6,7 +6,7 @@ import mmap
 import os
 import re
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 import numpy as np
@@ -34,10 +34,8 @@ class _Part:
 
     def close(self) -> None:
         os.close(self.descriptor)
-        try:
+        with suppress(BufferError):  # views from data() still in use: the mapping goes when the last of them does
             self.mapping.close()
-        except BufferError:
-            pass  # views from data() are still in use: the mapping goes when the last of them does
 
 
 def _open_regular(path: str) -> int:
@@ -53,7 +51,7 @@ def _open_regular(path: str) -> int:
     except FileNotFoundError as error:
         raise GGUFError(path, "there is no such file", "Check the path") from error
     except PermissionError as error:
-        raise GGUFError(path, "permission to read it is denied", "Change its permissions or run as its owner") from error
+        raise GGUFError(path, "permission to read it is denied", "Change its permissions") from error
     except (OSError, ValueError) as error:
         raise GGUFError(path, f"cannot be opened ({error})", "Check the path") from error
 
@@ -81,7 +79,7 @@ class GGUFFile:
             for name, info in header.tensors.items():
                 if name in self.tensors:
                     raise GGUFError(
-                        parts[info.part].path, f"tensor {quote(name)} is also in another part", "Download the parts again"
+                        parts[info.part].path, f"tensor {quote(name)} is in two parts", "Download the parts again"
                     )
                 self.tensors[name] = info
 
@@ -89,7 +87,7 @@ class GGUFFile:
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
         """Open ``path``; for any part of a split model (``…-00001-of-0000N.gguf``), all of its parts.
 
-        Raises GGUFError, in one line, for whatever is wrong with the file; time and memory are bounded by its header's size.
+        Raises GGUFError, in one line, for whatever is wrong with the file; the header's size bounds time and memory.
         """
         name = os.fspath(path)
         if isinstance(name, bytes):
@@ -137,10 +135,10 @@ class GGUFFile:
         return flat.reshape(info.rows, row_bytes)
 
     def read_rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows ``start`` to ``stop`` of the tensor's bytes, read into a fresh uint8 array, (stop - start, bytes per row).
+        """Rows ``start`` to ``stop`` of the tensor's bytes, read into a fresh uint8 array, (stop - start, row bytes).
 
-        Unlike `data` it leaves no mapped pages behind: the way to repack a model without holding it twice. ``stop`` None is the end.
-        Raises as `data` does, and IndexError for a range outside the tensor.
+        Unlike `data` it leaves no mapped pages behind: the way to repack a model without holding it twice. ``stop`` None
+        is the end. Raises as `data` does, and IndexError for a range outside the tensor.
         """
         info, row_bytes = self._layout(name)
         stop = info.rows if stop is None else stop
@@ -148,7 +146,7 @@ class GGUFFile:
             raise IndexError(f"rows {start} to {stop} of tensor {name}, which has {info.rows}")
         part = self._part(info)
         out = np.empty((stop - start, row_bytes), dtype=np.uint8)
-        view = memoryview(out).cast("B") if out.size else memoryview(b"")
+        view = out.reshape(-1).data
         position, done = info.offset + start * row_bytes, 0
         while done < len(view):  # one call reads 2 GiB at most
             count = os.preadv(part.descriptor, [view[done:]], position + done)
@@ -168,12 +166,12 @@ class GGUFFile:
             return self.tensors[name]
         except KeyError:
             raise GGUFError(
-                self.path, f"tensor {quote(name)} is missing", "The model file is incomplete; convert or download it again"
+                self.path, f"tensor {quote(name)} is missing", "The model is incomplete; convert or download it again"
             ) from None
 
     def _part(self, info: TensorInfo) -> _Part:
         if self._closed:
-            raise GGUFError(self.path, f"tensor {quote(info.name)} was asked for after the file was closed", "Read it before")
+            raise GGUFError(self.path, f"tensor {quote(info.name)} was asked for after close()", "Read it before")
         return self._parts[info.part]
 
     def _layout(self, name: str) -> tuple[TensorInfo, int]:
@@ -217,7 +215,8 @@ def _open_split(path: str, header: Header, undo: ExitStack) -> tuple[list[_Part]
         part = _Part(other)
         undo.callback(part.close)
         parsed = parse_header(other, part.mapping, number)
-        if _split_value(other, parsed, "split.count", 1) != count or _split_value(other, parsed, "split.no", 0) != number:
+        claimed = _split_value(other, parsed, "split.no", 0), _split_value(other, parsed, "split.count", 1)
+        if claimed != (number, count):
             raise GGUFError(
                 other, f"its metadata do not say that it is part {number + 1} of {count}", "Download the parts again"
             )

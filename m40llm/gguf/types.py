@@ -1,7 +1,7 @@
 """GGML tensor types, their block sizes, and GGUF metadata value types.
 
-The numbers are those of ``enum ggml_type`` and ``enum gguf_type`` in ggml's public headers and of the GGUF specification
-(ggml-org/ggml, docs/gguf.md).
+The numbers are those of ``enum ggml_type`` and ``enum gguf_type`` in ggml's public headers and of the GGUF
+specification (ggml-org/ggml, docs/gguf.md).
 """
 
 from __future__ import annotations
