@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -101,7 +102,7 @@ class ModelConfig:
             raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing; is this a complete language model?")
         config = cls(
             arch=arch,
-            name=_optional(meta, "general.name", str, file.path.stem),
+            name=_optional(meta, "general.name", str, Path(file.path).stem),
             n_layers=meta.require(f"{arch}.block_count", int),
             d_model=d_model,
             n_heads=n_heads,
@@ -216,7 +217,9 @@ class RuntimeOptions:
         if self.kv_dtype not in ("f16", "f32"):
             raise ConfigError(f"--kv-dtype is '{self.kv_dtype}'; expected f16 or f32")
         if self.token_budget < self.slots:
-            raise ConfigError(f"--token-budget {self.token_budget} is below --slots {self.slots}: a decode step needs one row each")
+            raise ConfigError(
+                f"--token-budget {self.token_budget} is below --slots {self.slots}: a decode step needs one row each"
+            )
 
     def context_for(self, model: ModelConfig) -> int:
         """Positions per slot for `model`.
@@ -227,7 +230,9 @@ class RuntimeOptions:
         if self.ctx is None:
             return min(model.context_length, DEFAULT_CONTEXT)
         if self.ctx > model.context_length:
-            raise ConfigError(f"--ctx {self.ctx} is over the model's context of {model.context_length} tokens; lower --ctx")
+            raise ConfigError(
+                f"--ctx {self.ctx} is over the model's context of {model.context_length} tokens; lower --ctx"
+            )
         return self.ctx
 
 

@@ -103,7 +103,15 @@ def plan_offsets(limits: StepLimits) -> dict[str, int]:
     Every array starts on a 64-byte boundary, so the whole plan travels to the device in one copy and each array keeps
     its address from step to step (recorded steps and CUDA graphs depend on that).
     """
-    sizes = (limits.rows, limits.rows, limits.rows, limits.segments + 1, limits.segments, limits.segments, limits.logit_rows)
+    sizes = (
+        limits.rows,
+        limits.rows,
+        limits.rows,
+        limits.segments + 1,
+        limits.segments,
+        limits.segments,
+        limits.logit_rows,
+    )
     offsets, at = {}, 0
     for name, size in zip(PLAN_FIELDS, sizes, strict=True):
         offsets[name] = at

@@ -76,19 +76,25 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     required, optional = expected_shapes(config), _optional_shapes(config)
     for name in required:
         if name not in file.tensors:
-            raise ConfigError(f"{file.path}: tensor '{name}' is missing; the file is incomplete or of another architecture")
+            raise ConfigError(
+                f"{file.path}: tensor '{name}' is missing; the file is incomplete or of another architecture"
+            )
     for name, info in file.tensors.items():
         if name == "rope_freqs.weight":
             wanted: tuple[int, ...] | None = (config.rope.dim // 2,)
         else:
             wanted = required.get(name, optional.get(name))
         if wanted is None:
-            raise ConfigError(f"{file.path}: tensor '{name}' has no place in a {config.arch} model; this variant is not supported")
+            raise ConfigError(
+                f"{file.path}: tensor '{name}' has no place in a {config.arch} model; this variant is not supported"
+            )
         if info.shape != wanted:
             raise ConfigError(f"{file.path}: tensor '{name}' has shape {info.shape}; expected {wanted}")
         if info.type not in BLOCKS:
             known = ", ".join(t.name for t in BLOCKS)
-            raise ConfigError(f"{file.path}: tensor '{name}' has type {info.type.name}, which is not supported; known: {known}")
+            raise ConfigError(
+                f"{file.path}: tensor '{name}' has type {info.type.name}, which is not supported; known: {known}"
+            )
 
 
 def load_weights(

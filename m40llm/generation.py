@@ -1,0 +1,270 @@
+"""Generation: one request's handle — its events for the reader, its state for the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from m40llm.config import SamplingParams
+from m40llm.sampling import Sampler, StopChecker, TokenLogprobs
+from m40llm.scheduler import Priority, Sequence
+from m40llm.text import StreamDetokenizer, Tokenizer
+
+State = Literal["queued", "running", "completed", "cancelled", "failed"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+# A reader may lag this many tokens behind before its sequence stops being scheduled.
+EVENT_LIMIT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEvent:
+    """Prompt tokens in the KV cache so far (counting reused ones), of all prompt tokens."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Committed output: it will not be taken back. `text` may be empty while a character or a stop string is incomplete."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+Event = PrefillEvent | TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. `prefill_s` runs from the first scheduled step to the first token, `decode_s` from there to the last."""
+
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    prefill_tokens: int  # computed, without the reused ones
+    decode_tokens: int  # after the first
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """The one terminal outcome of a request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason
+    stop_string: str | None
+    seed: int
+    timings: Timings
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class GenerationFailed(RuntimeError):
+    """A step of this request failed; the message says how. Other requests are not affected."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+class Generation:
+    """Iterate for events; `result` waits for the end. Safe to use from any thread; the engine's methods are marked so."""
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        max_tokens: int,
+        priority: Priority,
+        wake_engine: Callable[[], None],
+        on_event: Callable[[], None] | None,
+    ) -> None:
+        self.params = params
+        self.sampler = Sampler(params, prompt_ids, vocab_size)
+        self.stops = StopChecker(params.stop, tokenizer.eog_ids, ignore_eos=params.ignore_eos)
+        self.sequence = Sequence(list(prompt_ids), priority)
+        self.max_tokens = max_tokens
+        self._detokenizer = StreamDetokenizer(tokenizer)
+        self._wake_engine = wake_engine
+        self._on_event = on_event
+        self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._state: State = "queued"
+        self._cancel = False
+        self._error: BaseException | None = None
+        self._text: list[str] = []
+        self._output: list[int] = []
+        self._clock = _Clock()
+        self._result: GenerationResult | None = None
+
+    # -- the reader --------------------------------------------------------------------------------
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def finished(self) -> bool:
+        return self._result is not None
+
+    def cancel(self) -> None:
+        """Asks the engine to stop within one step; harmless when already finished."""
+        self._cancel = True
+        self._wake_engine()
+
+    def poll(self) -> Event | None:
+        """The next event if there is one; never waits."""
+        with self._changed:
+            event = self._events.popleft() if self._events else None
+            resume = len(self._events) == EVENT_LIMIT // 2
+        if resume:
+            self._wake_engine()
+        return event
+
+    def __iter__(self) -> Iterator[Event]:
+        """Events until the end.
+
+        Raises:
+            GenerationFailed: the request's step failed.
+        """
+        while True:
+            with self._changed:
+                while not self._events and self._result is None:
+                    self._changed.wait()
+            event = self.poll()
+            if event is not None:
+                yield event
+            elif self._result is not None:
+                self.raise_for_error()
+                return
+
+    @property
+    def result(self) -> GenerationResult:
+        """Waits for the end. Events that nobody read are dropped.
+
+        Raises:
+            GenerationFailed: the request's step failed.
+        """
+        with self._changed:
+            while self._result is None:
+                if len(self._events) > EVENT_LIMIT // 2:
+                    self._events.clear()
+                    self._wake_engine()
+                self._changed.wait()
+        self.raise_for_error()
+        return self._result
+
+    def raise_for_error(self) -> None:
+        if self._error is not None:
+            raise GenerationFailed(f"generation failed: {self._error}") from self._error
+
+    # -- the engine's thread -----------------------------------------------------------------------
+    @property
+    def cancelled(self) -> bool:
+        return self._cancel
+
+    @property
+    def lagging(self) -> bool:
+        """The reader is `EVENT_LIMIT` events behind."""
+        return len(self._events) >= EVENT_LIMIT
+
+    def started(self) -> None:
+        if self._clock.started is None:
+            self._clock.started = time.perf_counter()
+            self._state = "running"
+
+    def prefilled(self) -> None:
+        self._post(PrefillEvent(self.sequence.num_computed, self.sequence.prompt_tokens))
+
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        """Takes one sampled token: records it, emits what is final, and says whether the request ends here and why."""
+        now = time.perf_counter()
+        self._clock.first = self._clock.first or now
+        self._clock.last = now
+        if self.stops.ends(token_id):
+            return "stop"
+        self.sampler.accept(token_id)
+        self._output.append(token_id)
+        self.sequence.tokens.append(token_id)
+        text, stopped = self.stops.push(self._detokenizer.push(token_id))
+        self._emit((token_id,), text, (logprobs,) if logprobs else ())
+        if stopped:
+            return "stop"
+        return "length" if len(self._output) >= self.max_tokens else None
+
+    def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """The terminal outcome; only the first call counts."""
+        if self._result is not None:
+            return
+        if error is None and not self.stops.stopped:
+            tail, stopped = self.stops.push(self._detokenizer.flush())
+            if not stopped:
+                rest, stopped = self.stops.flush()
+                tail += rest
+            reason = "stop" if stopped else reason
+            if tail:
+                self._emit((), tail, ())
+        self._error = error
+        self._state = "failed" if error else "cancelled" if reason == "cancelled" else "completed"
+        result = GenerationResult(
+            text="".join(self._text),
+            token_ids=tuple(self._output),
+            prompt_tokens=self.sequence.prompt_tokens,
+            cached_tokens=self.sequence.num_reused,
+            finish_reason=reason,
+            stop_string=self.stops.matched,
+            seed=self.sampler.seed,
+            timings=self._timings(),
+        )
+        with self._changed:
+            self._result = result
+            self._changed.notify_all()
+        if self._on_event:
+            self._on_event()
+
+    def _emit(self, ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self._text.append(text)
+        self._post(TokenEvent(ids, text, logprobs))
+
+    def _post(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+        if self._on_event:
+            self._on_event()
+
+    def _timings(self) -> Timings:
+        clock = self._clock
+        started = clock.started or time.perf_counter()
+        first = clock.first or started
+        return Timings(
+            queued_s=started - clock.submitted,
+            prefill_s=first - started,
+            decode_s=(clock.last or first) - first,
+            prefill_tokens=self.sequence.prompt_tokens - self.sequence.num_reused if clock.first else 0,
+            decode_tokens=max(0, len(self._output) - 1),
+        )

@@ -1,0 +1,89 @@
+"""Open a model: file → config, tokenizer, weights on the chosen device, a session ready for its first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+
+from m40llm.config import ModelConfig, RuntimeOptions
+from m40llm.gguf import GGUFFile
+from m40llm.ops.cpu import CpuOps
+from m40llm.ops.protocol import Ops
+from m40llm.plan import StepLimits
+from m40llm.session import DecodeSession
+from m40llm.text import ChatTemplate, Tokenizer
+from m40llm.weights import LoadProgress, load_weights
+
+OnCompile = Callable[[str], None]  # called with a kernel's name before its first-ever compilation
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An open model. Owns the session; close it, or use it as a context manager."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    session: DecodeSession
+    device: str  # "cpu", "cuda" or "emulator"
+    description: str  # one line: device, kernels, KV
+    load_s: float
+
+    @classmethod
+    def open(
+        cls,
+        path: str | PathLike[str],
+        options: RuntimeOptions,
+        *,
+        logit_rows: int | None = None,
+        progress: LoadProgress | None = None,
+        on_compile: OnCompile | None = None,
+    ) -> Model:
+        """Loads everything.
+
+        Args:
+            logit_rows: rows of a step that may ask for logits (default: one per slot).
+
+        Raises:
+            GGUFError, ConfigError, TokenizerError: the file or an option is not usable, in one line.
+        """
+        started = time.perf_counter()
+        with GGUFFile.open(path) as file:
+            config = ModelConfig.from_gguf(file)
+            context = options.context_for(config)
+            tokenizer = Tokenizer.from_gguf(file.metadata)
+            template = ChatTemplate.from_gguf(file.metadata)
+            limits = StepLimits(
+                rows=max(options.token_budget, options.slots),
+                segments=options.slots,
+                logit_rows=logit_rows or options.slots,
+            )
+            ops: Ops = CpuOps(threads=options.threads, isa=options.cpu_isa, on_compile=on_compile)
+            try:
+                weights = load_weights(file, config, ops, context, progress)
+            except BaseException:
+                ops.close()
+                raise
+            session = DecodeSession(
+                config, weights, ops, slots=options.slots, context=context, kv_dtype=options.kv_dtype, limits=limits
+            )
+        kv = session.kv_layout
+        description = (
+            f"{ops.description}, KV {kv.dtype} {kv.n_slots} x {kv.context} tokens ({kv.nbytes / 2**20:.0f} MiB)"
+        )
+        return cls(config, tokenizer, template, session, "cpu", description, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Releases the session; may be called twice."""
+        self.session.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,176 @@
+"""Which tokens of which sequences run in the next step: a token budget spent on gaps, no phases, no tensors.
+
+A sequence has `tokens` (prompt and output so far) and `num_computed` of them in the KV cache. Each step spends the budget
+on the differences: a decoding sequence has a gap of one, a prompt is caught up in chunks. One prompt on the command line
+is a schedule of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Literal
+
+from m40llm.plan import Segment, StepPlan
+
+Priority = Literal["interactive", "background"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's tokens and how far they are computed. `slot` is -1 while it waits."""
+
+    tokens: list[int]
+    priority: Priority = "interactive"
+    slot: int = -1
+    num_computed: int = 0
+    num_reused: int = 0  # prompt tokens whose KV was still resident at admission
+    paused: bool = False  # the reader has fallen behind: keep the slot, spend no budget
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+
+    @property
+    def gap(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        return self.num_computed >= self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A plan, the sequences in its segments, and those whose next token it yields (one per logit row)."""
+
+    plan: StepPlan
+    sequences: tuple[Sequence, ...]
+    counts: tuple[int, ...]  # tokens that the step computes of each sequence
+    sampling: tuple[Sequence, ...]
+
+
+class SlotPool:
+    """KV slots. A free slot remembers the tokens whose KV it still holds, so that a prompt sharing them skips their prefill."""
+
+    def __init__(self, n_slots: int) -> None:
+        self._resident: list[list[int]] = [[] for _ in range(n_slots)]
+        self._free = list(range(n_slots))  # least recently released first
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def acquire(self, tokens: SequenceOf[int]) -> tuple[int, int]:
+        """A free slot and how many leading tokens it already holds; at least the last token is left to compute.
+
+        Raises:
+            IndexError: no slot is free.
+        """
+        shared = {slot: _common_prefix(self._resident[slot], tokens) for slot in self._free}
+        slot = max(self._free, key=lambda s: shared[s])
+        if shared[slot] == 0:  # nothing to reuse: overwrite an empty slot, else the one released longest ago
+            slot = next((s for s in self._free if not self._resident[s]), self._free[0])
+        self._free.remove(slot)
+        return slot, min(shared[slot], len(tokens) - 1)
+
+    def release(self, slot: int, resident: SequenceOf[int]) -> None:
+        """Gives a slot back; its first `len(resident)` positions hold the KV of those tokens."""
+        self._resident[slot] = list(resident)
+        self._free.append(slot)
+
+
+def _common_prefix(a: SequenceOf[int], b: SequenceOf[int]) -> int:
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
+
+class Scheduler:
+    """First come, first served among equals; interactive before background; decodes before prefills.
+
+    Args:
+        n_slots: sequences in flight at once.
+        token_budget: rows of a step; at least `n_slots`, so that every decode fits.
+    """
+
+    def __init__(self, n_slots: int, token_budget: int) -> None:
+        if token_budget < n_slots:
+            raise ValueError(f"a budget of {token_budget} rows cannot serve {n_slots} decoding slots")
+        self.token_budget = token_budget
+        self._slots = SlotPool(n_slots)
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []  # by admission
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence behind its equals."""
+        self._waiting.append(sequence)
+
+    def finish(self, sequence: Sequence, *, keep_kv: bool = True) -> None:
+        """Removes a sequence in any state; `keep_kv` False forgets what its slot holds (a step failed half way)."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif sequence in self._running:
+            self._running.remove(sequence)
+            self._slots.release(sequence.slot, sequence.tokens[: sequence.num_computed] if keep_kv else ())
+            sequence.slot = -1
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None when nothing can run."""
+        self._admit()
+        budget = self.token_budget
+        chosen: list[tuple[Sequence, int]] = []
+        for sequence in self._by_urgency():
+            count = min(sequence.gap, budget)
+            if count > 0:
+                chosen.append((sequence, count))
+                budget -= count
+        if not chosen:
+            return None
+        segments = []
+        sampling = []
+        for sequence, count in chosen:
+            start = sequence.num_computed
+            yields_token = count == sequence.gap
+            segments.append(
+                Segment(
+                    sequence.slot, start, sequence.tokens[start : start + count], (count - 1,) if yields_token else ()
+                )
+            )
+            if yields_token:
+                sampling.append(sequence)
+        return ScheduledStep(
+            StepPlan.pack(segments), tuple(s for s, _ in chosen), tuple(n for _, n in chosen), tuple(sampling)
+        )
+
+    def commit(self, step: ScheduledStep) -> None:
+        """Records that the step ran: its tokens are in the KV cache. The caller appends what it sampled."""
+        for sequence, count in zip(step.sequences, step.counts, strict=True):
+            sequence.num_computed += count
+
+    def _admit(self) -> None:
+        for sequence in _interactive_first(self._waiting):
+            if not len(self._slots):
+                return
+            self._waiting.remove(sequence)
+            sequence.slot, sequence.num_computed = self._slots.acquire(sequence.tokens)
+            sequence.num_reused = sequence.num_computed
+            self._running.append(sequence)
+
+    def _by_urgency(self) -> Iterator[Sequence]:
+        active = [s for s in self._running if not s.paused]
+        yield from (s for s in active if s.decoding)
+        yield from _interactive_first([s for s in active if not s.decoding])
+
+
+def _interactive_first(sequences: list[Sequence]) -> list[Sequence]:
+    return sorted(sequences, key=lambda s: s.priority != "interactive")  # stable: first come, first served
