@@ -1,0 +1,147 @@
+"""Scheduling policy: budget, order, admission, prefix reuse; and random schedules against its promises."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m40llm.scheduler import Scheduler, Sequence
+
+
+def _run(scheduler: Scheduler, output: int = 99) -> list[tuple[list[int], list[int]]]:
+    """One step: commits it and appends a token to each sampling sequence."""
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.commit(step)
+    for sequence in step.sampling:
+        sequence.tokens.append(output)
+    return [(s.tokens, [n]) for s, n in zip(step.sequences, step.counts, strict=True)]
+
+
+def test_a_long_prompt_is_caught_up_in_chunks_beside_decodes() -> None:
+    scheduler = Scheduler(n_slots=2, token_budget=8)
+    short, long = Sequence([1, 2]), Sequence(list(range(20)))
+    scheduler.add(short)
+    scheduler.add(long)
+    first = scheduler.schedule()
+    assert first is not None
+    assert first.counts == (2, 6)
+    assert first.sampling == (short,)
+    scheduler.commit(first)
+    short.tokens.append(5)
+    second = scheduler.schedule()
+    assert second is not None
+    assert (second.sequences, second.counts) == ((short, long), (1, 7))  # the decode first, the rest for the prompt
+    scheduler.commit(second)
+    short.tokens.append(6)
+    third = scheduler.schedule()
+    assert third is not None
+    assert third.counts == (1, 7)
+    assert third.sampling == (short, long)
+    assert third.plan.logit_rows.tolist() == [0, 7]
+
+
+def test_interactive_requests_pass_background_ones() -> None:
+    scheduler = Scheduler(n_slots=1, token_budget=4)
+    slow, quick = Sequence([1], "background"), Sequence([2])
+    scheduler.add(slow)
+    scheduler.add(quick)
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.sequences == (quick,)
+
+
+def test_a_released_slot_is_reused_for_the_longest_shared_prefix() -> None:
+    scheduler = Scheduler(n_slots=2, token_budget=64)
+    first, second = Sequence([1, 2, 3, 4]), Sequence([1, 2, 9, 9, 9])
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    _run(scheduler)
+    slots = {first.slot: first, second.slot: second}
+    for sequence in list(slots.values()):
+        scheduler.finish(sequence)
+    again = Sequence([1, 2, 9, 9, 9])
+    scheduler.add(again)
+    step = scheduler.schedule()
+    assert step is not None
+    assert again.num_reused == 4  # all but the last token, whose logits are wanted
+    assert slots[again.slot] is second
+
+
+def test_a_failed_step_leaves_nothing_to_reuse() -> None:
+    scheduler = Scheduler(n_slots=1, token_budget=64)
+    first = Sequence([1, 2, 3])
+    scheduler.add(first)
+    _run(scheduler)
+    scheduler.finish(first, keep_kv=False)
+    again = Sequence([1, 2, 3])
+    scheduler.add(again)
+    scheduler.schedule()
+    assert again.num_reused == 0
+
+
+def test_a_paused_sequence_keeps_its_slot_and_costs_nothing() -> None:
+    scheduler = Scheduler(n_slots=2, token_budget=4)
+    sequence = Sequence([1, 2])
+    scheduler.add(sequence)
+    _run(scheduler)
+    sequence.paused = True
+    assert scheduler.schedule() is None
+    assert sequence.slot >= 0
+
+
+def test_budget_below_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot serve"):
+        Scheduler(n_slots=4, token_budget=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_random_schedules_lose_nobody_and_keep_the_budget(data: st.DataObject) -> None:
+    n_slots = data.draw(st.integers(1, 4))
+    budget = data.draw(st.integers(n_slots, 12))
+    scheduler = Scheduler(n_slots, budget)
+    wanted: dict[Sequence, int] = {}  # output tokens still to come
+    alive: list[Sequence] = []
+    finished = 0
+    submitted = data.draw(st.integers(1, 8))
+    to_come = submitted
+    for _ in range(1000):
+        if to_come and (not alive or data.draw(st.booleans())):
+            priority = data.draw(st.sampled_from(["interactive", "background"]))
+            sequence = Sequence(data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=30)), priority)
+            wanted[sequence] = data.draw(st.integers(1, 5))
+            scheduler.add(sequence)
+            alive.append(sequence)
+            to_come -= 1
+        if alive and data.draw(st.integers(0, 9)) == 0:  # cancel somebody, in whatever state
+            victim = data.draw(st.sampled_from(alive))
+            scheduler.finish(victim)
+            alive.remove(victim)
+            finished += 1
+        step = scheduler.schedule()
+        if step is None:
+            assert not alive
+            if not to_come:
+                break
+            continue
+        assert sum(step.counts) <= budget
+        assert all(n > 0 for n in step.counts)
+        assert len({s.slot for s in step.sequences}) == len(step.sequences) <= n_slots
+        for sequence in alive:  # nobody who decodes is ever left out
+            if sequence.slot >= 0 and sequence.decoding:
+                assert sequence in step.sequences
+        before = {s: s.num_computed for s in step.sequences}
+        scheduler.commit(step)
+        assert all(s.num_computed > before[s] for s in step.sequences)
+        for sequence in step.sampling:
+            assert sequence.gap == 0
+            sequence.tokens.append(0)
+            wanted[sequence] -= 1
+            if wanted[sequence] == 0:
+                scheduler.finish(sequence)
+                alive.remove(sequence)
+                finished += 1
+    assert finished == submitted
+    assert scheduler.waiting == scheduler.running == 0
