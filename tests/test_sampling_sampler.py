@@ -143,6 +143,11 @@ def test_draw_inverts_the_cumulative_distribution(n: int) -> None:
         assert low - 1e-6 <= u <= cumulative[got] + 1e-6
 
 
+def test_the_lowest_number_does_not_draw_an_excluded_token() -> None:
+    x = np.append(np.full(300, -np.inf), [0.0, 0.0]).astype(np.float32)
+    assert draw(x, 1.0, 0.0) == 300
+
+
 def test_same_seed_same_tokens_whatever_runs_beside_it() -> None:
     params = SamplingParams(seed=42)
     rows = [gaussian_logits(500, seed=i, spread=1.0) for i in range(30)]
@@ -191,6 +196,12 @@ def test_penalty_window_slides_over_prompt_and_output() -> None:
         sampler.accept(out[-1])
         history.append(out[-1])
     assert out[:4] == [1, 2, 3, 0]
+
+
+def test_repeat_penalty_lowers_logits_of_either_sign() -> None:
+    params = SamplingParams(temperature=0, repeat_penalty=2.0)
+    assert Sampler(params, [0], 2).sample(np.array([-1.0, -1.5], np.float32)) == 1
+    assert Sampler(params, [0], 2).sample(np.array([1.5, 1.0], np.float32)) == 1
 
 
 @pytest.mark.parametrize(
