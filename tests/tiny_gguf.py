@@ -25,7 +25,8 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (
     "Ġ t", "h e", "i n", "e r", "Ġ a", "r e", "o n", "Ġt he", "a t", "Ġ s", "e n", "Ġ w", "o r", "Ġ c", "i t", "i s",
     "a n", "Ġ o", "e s", "Ġ b", "e d", "Ġ f", "in g", "Ġ p", "o u", "Ġa n", "a l", "a r", "Ġt o", "Ġ m", "Ġo f", "Ġ in",
-    "Ġ d", "Ġ h", "Ġan d", "i c", "a s", "l e", "Ġt h", "i on", "o m", "l l", "en t", "Ġ n", "Ġ l", "s t", "Ġ re", "v e",
+    "Ġ d", "Ġ h", "Ġan d", "i c", "a s", "l e", "Ġt h", "i on", "o m", "l l", "en t", "Ġ n", "Ġ l", "s t", "Ġ re",
+    "v e",
 )  # fmt: skip
 # Where a random block keeps its float16 scales (of d, and of dmin): the types that the gguf package cannot quantise to.
 _SCALE_BYTES = {
@@ -50,7 +51,7 @@ def byte_tokens() -> list[str]:
 
 
 def random_blocks(rng: np.random.Generator, kind: TensorType, rows: int, columns: int, scale: float) -> np.ndarray:
-    """Random quantised weights of standard deviation about ``scale``: (rows, row_bytes) uint8, every bit pattern possible."""
+    """Random quantised weights of standard deviation about ``scale``: (rows, row_bytes) uint8, any bits."""
     block = BLOCKS[kind]
     row_bytes = block.row_bytes(columns)
     offsets = _SCALE_BYTES.get(kind)
@@ -98,8 +99,8 @@ def build_tiny_gguf(
     """Write a model of ``arch`` (llama, qwen2, qwen3, gemma3) to ``path`` and return the path.
 
     Args:
-        types: tensor-name pattern (fnmatch) → type of the matrices that match, first match wins; the others, and all vectors,
-            are F32. K-quants and IQ4 need a width that is a multiple of the block and get random blocks.
+        types: tensor-name pattern (fnmatch) → type of the matrices that match, first match wins; the others, and all
+            vectors, are F32. K-quants and IQ4 need a width that is a multiple of the block and get random blocks.
         tied: leave ``output.weight`` out.
         rope_scaling: ``<arch>.rope.scaling.<key>`` values, such as ``{"type": "yarn", "factor": 4.0,
             "original_context_length": 128}``.

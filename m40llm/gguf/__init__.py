@@ -1,4 +1,7 @@
-"""GGUF model files: reading, block formats, dequantisation."""
+"""GGUF model files: reading, block formats, dequantisation.
+
+Writing is in `m40llm.gguf.quantize`, apart because it imports the slow-starting gguf package.
+"""
 
 from m40llm.gguf.dequant import dequantize
 from m40llm.gguf.errors import GGUFError, UnsupportedTypeError

@@ -66,7 +66,7 @@ def _nibbles(packed: np.ndarray, group: int) -> np.ndarray:
 
 
 def _fields(packed: np.ndarray, group: int, bits: int) -> np.ndarray:
-    """(n, m) bytes → (n, m·8/bits) uint8: of every ``group`` bytes first all lowest ``bits``-bit fields, then the next."""
+    """(n, m) bytes → (n, m·8/bits) uint8: of every ``group`` bytes first all lowest fields, then the next."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     parts = (packed.reshape(len(packed), -1, 1, group) >> shifts) & np.uint8((1 << bits) - 1)
     return parts.reshape(len(packed), -1)

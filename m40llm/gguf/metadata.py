@@ -39,14 +39,22 @@ class ArraySpan:
 class Metadata(Mapping[str, Any]):
     """Key → ``int | float | bool | str``, NumPy array (numeric arrays) or ``list[str]`` (string arrays).
 
-    Arrays are decoded once, on first access, and then no longer need the open file. Strings in ``tokenizer.*`` arrays that
-    are no valid UTF-8 are decoded with ``surrogateescape`` (so the bytes can be had back); any other one is a GGUFError.
+    Arrays are decoded once, on first access, and then no longer need the open file. Strings in ``tokenizer.*`` arrays
+    that are no valid UTF-8 are decoded with ``surrogateescape`` (so the bytes can be had back); any other one is a
+    GGUFError.
     """
 
-    def __init__(self, path: str, buffer: mmap.mmap, entries: dict[str, tuple[ValueType, Any]]) -> None:
+    def __init__(
+        self,
+        path: str,
+        buffer: mmap.mmap,
+        entries: dict[str, tuple[ValueType, Any]],
+        records: dict[str, tuple[int, int]],
+    ) -> None:
         self._path = path
         self._buffer: mmap.mmap | None = buffer
         self._entries = entries
+        self._records = records
         self._arrays: dict[str, np.ndarray | list[str]] = {}
 
     def __getitem__(self, key: str) -> Any:
@@ -112,16 +120,23 @@ class Metadata(Mapping[str, Any]):
         """As `require`, but ``default`` where the key is missing. A value of the wrong type still raises."""
         return self.require(key, kind) if key in self._entries else default
 
+    def record(self, key: str) -> bytes:
+        """The key with its type and value exactly as the file stores them, for copying. KeyError: no such key."""
+        return self._read(key, *self._records[key])
+
     def release(self) -> None:
         """Forget the file's buffer; arrays that were never decoded become an error on access."""
         self._buffer = None
 
-    def _decode(self, key: str, span: ArraySpan) -> np.ndarray | list[str]:
+    def _read(self, key: str, start: int, stop: int) -> bytes:
         if self._buffer is None:
             raise GGUFError(
-                self._path, f"metadata array {quote(key)} was first asked for after close()", "Read it before"
+                self._path, f"metadata value {quote(key)} was first asked for after close()", "Read it before"
             )
-        raw = self._buffer[span.start : span.stop]
+        return self._buffer[start:stop]
+
+    def _decode(self, key: str, span: ArraySpan) -> np.ndarray | list[str]:
+        raw = self._read(key, span.start, span.stop)
         if span.element is ValueType.STRING:
             return self._decode_strings(key, span.count, raw)
         values = np.frombuffer(raw, dtype=VALUE_DTYPES[span.element])

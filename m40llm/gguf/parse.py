@@ -32,7 +32,15 @@ _MALFORMED = "The file is malformed; convert or download it again"
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_SCALARS = {kind: struct.Struct("<" + dtype.char) for kind, dtype in VALUE_DTYPES.items() if dtype.itemsize < 8} | {
+_SCALARS = {
+    ValueType.UINT8: struct.Struct("<B"),
+    ValueType.INT8: struct.Struct("<b"),
+    ValueType.UINT16: struct.Struct("<H"),
+    ValueType.INT16: struct.Struct("<h"),
+    ValueType.UINT32: struct.Struct("<I"),
+    ValueType.INT32: struct.Struct("<i"),
+    ValueType.FLOAT32: struct.Struct("<f"),
+    ValueType.BOOL: struct.Struct("<B"),
     ValueType.UINT64: struct.Struct("<Q"),
     ValueType.INT64: struct.Struct("<q"),
     ValueType.FLOAT64: struct.Struct("<d"),
@@ -72,11 +80,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of one file says."""
+    """What the header of one file says; ``records`` has the bytes, from start to stop, of each key with its value."""
 
     version: int
     alignment: int
     entries: dict[str, tuple[ValueType, Any]]
+    records: dict[str, tuple[int, int]]
     tensors: dict[str, TensorInfo]
 
 
@@ -184,7 +193,9 @@ def parse_header(path: str, buffer: mmap.mmap, part: int = 0) -> Header:
             cursor.fail(f"the header claims {count} {what}, more than {cursor.size} bytes can hold", _RETRY)
 
     entries: dict[str, tuple[ValueType, Any]] = {}
+    records: dict[str, tuple[int, int]] = {}
     for index in range(key_count):
+        start = cursor.position
         key = cursor.text(f"metadata key {index + 1} of {key_count}", MAX_NAME_BYTES)
         if not key:
             cursor.fail(f"metadata key {index + 1} of {key_count} is empty")
@@ -193,11 +204,13 @@ def parse_header(path: str, buffer: mmap.mmap, part: int = 0) -> Header:
         what = f"metadata value {quote(key)}"
         kind = cursor.value_type(what)
         entries[key] = (kind, cursor.value(kind, what))
+        records[key] = (start, cursor.position)
 
     alignment = _alignment(cursor, entries)
     raw = [_tensor_record(cursor, index, tensor_count) for index in range(tensor_count)]
     data_start = -(-cursor.position // alignment) * alignment
-    return Header(version, alignment, entries, _place_tensors(cursor, raw, data_start, alignment, part))
+    tensors = _place_tensors(cursor, raw, data_start, alignment, part)
+    return Header(version, alignment, entries, records, tensors)
 
 
 def _check_magic(cursor: _Cursor) -> int:

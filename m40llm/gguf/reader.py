@@ -63,6 +63,7 @@ class GGUFFile:
         path: the file that was opened (of a split model: its first part).
         parts: paths of all files, one for an ordinary model.
         version: GGUF version, 2 or 3.
+        alignment: of tensor offsets, in bytes.
         metadata: see `Metadata`; of a split model: that of its first part.
         tensors: name → `TensorInfo`, in file order.
     """
@@ -73,7 +74,8 @@ class GGUFFile:
         self.path = parts[0].path
         self.parts = tuple(part.path for part in parts)
         self.version = headers[0].version
-        self.metadata = Metadata(self.path, parts[0].mapping, headers[0].entries)
+        self.alignment = headers[0].alignment
+        self.metadata = Metadata(self.path, parts[0].mapping, headers[0].entries, headers[0].records)
         self.tensors: dict[str, TensorInfo] = {}
         for header in headers:
             for name, info in header.tensors.items():
@@ -137,8 +139,8 @@ class GGUFFile:
     def read_rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows ``start`` to ``stop`` of the tensor's bytes, read into a fresh uint8 array, (stop - start, row bytes).
 
-        Unlike `data` it leaves no mapped pages behind: the way to repack a model without holding it twice. ``stop`` None
-        is the end. Raises as `data` does, and IndexError for a range outside the tensor.
+        Unlike `data` it leaves no mapped pages behind: the way to repack a model without holding it twice. ``stop``
+        None is the end. Raises as `data` does, and IndexError for a range outside the tensor.
         """
         info, row_bytes = self._layout(name)
         stop = info.rows if stop is None else stop
