@@ -1,0 +1,132 @@
+"""Flags that several commands share, and the frozen options that they become. Each flag has an M40LLM_* variable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from m40llm.config import RuntimeOptions, SamplingParams
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+_RUNTIME = (
+    click.option("--threads", type=int, envvar="M40LLM_THREADS", show_envvar=True, help="CPU threads (default: all)."),
+    click.option(
+        "--ctx",
+        type=int,
+        envvar="M40LLM_CTX",
+        show_envvar=True,
+        help="Context in tokens (default: the model's, ≤ 4096).",
+    ),
+    click.option(
+        "--kv-dtype",
+        type=click.Choice(["f16", "f32"]),
+        default="f16",
+        envvar="M40LLM_KV_DTYPE",
+        show_envvar=True,
+        show_default=True,
+        help="Precision of the KV cache.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu"]),
+        default="auto",
+        envvar="M40LLM_DEVICE",
+        show_envvar=True,
+        show_default=True,
+        help="Where to compute.",
+    ),
+    click.option(
+        "--cpu-isa",
+        default="auto",
+        envvar="M40LLM_CPU_ISA",
+        show_envvar=True,
+        show_default=True,
+        help="Instruction set of the CPU kernels.",
+    ),
+    click.option(
+        "--token-budget",
+        type=int,
+        default=512,
+        envvar="M40LLM_TOKEN_BUDGET",
+        show_envvar=True,
+        show_default=True,
+        help="Tokens per step: the size of prefill chunks.",
+    ),
+)
+
+_SAMPLING = (
+    click.option("--max-tokens", type=int, help="Stop after N tokens (default: when the context is full)."),
+    click.option("--greedy", is_flag=True, help="Always take the most probable token (temperature 0)."),
+    click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=int, default=40, show_default=True, help="Keep the K most probable tokens; 0: off."),
+    click.option("--top-p", type=float, default=0.95, show_default=True, help="Keep probability mass P; 1: off."),
+    click.option(
+        "--min-p", type=float, default=0.05, show_default=True, help="Drop tokens below P × the best one's; 0: off."
+    ),
+    click.option(
+        "--repeat-penalty", type=float, default=1.0, show_default=True, help="Divides repeated tokens; 1: off."
+    ),
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Subtracted once seen."),
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="Subtracted per repetition."),
+    click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add BIAS to a token's logit; repeatable."),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable."),
+)
+
+
+def runtime_options(command: _Command) -> _Command:
+    """Adds the flags of `RuntimeOptions`; the command gets them as one dict, see `runtime_from`."""
+    for option in reversed(_RUNTIME):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: _Command) -> _Command:
+    """Adds the flags of `SamplingParams`; see `sampling_from`."""
+    for option in reversed(_SAMPLING):
+        command = option(command)
+    return command
+
+
+def runtime_from(flags: dict[str, Any]) -> RuntimeOptions:
+    """Takes the runtime flags out of `flags`. Raises click.UsageError for a value out of range."""
+    from m40llm.config import ConfigError, RuntimeOptions
+
+    names = ("threads", "ctx", "kv_dtype", "device", "cpu_isa", "token_budget")
+    try:
+        return RuntimeOptions(**{name: flags.pop(name) for name in names})
+    except ConfigError as err:
+        raise click.UsageError(str(err), click.get_current_context()) from err
+
+
+def sampling_from(flags: dict[str, Any]) -> SamplingParams:
+    """Takes the sampling flags out of `flags`. Raises click.UsageError for a value out of range."""
+    from m40llm.config import ConfigError, SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "stop")
+    values = {name: flags.pop(name) for name in (*names, "presence_penalty", "frequency_penalty")}
+    if flags.pop("greedy"):
+        values["temperature"] = 0.0
+    try:
+        return SamplingParams(**values, logit_bias=tuple(_bias(text) for text in flags.pop("logit_bias")))
+    except ConfigError as err:
+        # the dataclass speaks of fields, the user of flags
+        field, _, rest = str(err).partition(" ")
+        shown = f"--{field.replace('_', '-')} {rest}" if field in values or field == "logit_bias" else str(err)
+        raise click.UsageError(shown, click.get_current_context()) from err
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, separator, bias = text.partition("=")
+    try:
+        if separator:
+            return int(token), float(bias)
+    except ValueError:
+        pass
+    raise click.UsageError(f"--logit-bias {text!r}: write ID=BIAS, for example 198=-5", click.get_current_context())
