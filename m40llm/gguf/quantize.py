@@ -77,7 +77,7 @@ def quantize_file(
             )
         partial = destination.with_name(f"{destination.name}.{os.getpid()}.part")
         try:
-            with open(partial, "xb") as stream:
+            with open(partial, "wb") as stream:
                 stream.write(header)
                 _write_tensors(stream, model, outputs, progress)
                 stream.flush()
