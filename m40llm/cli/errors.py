@@ -32,7 +32,7 @@ def report(err: Exception, *, debug: bool) -> int:
         return _report_usage(err)
     if isinstance(err, OSError):
         _discard_stdout(flush=True)
-    print(f"error: {_one_line(_message(err))}", file=sys.stderr)
+    print(f"error: {one_line(_message(err))}", file=sys.stderr)
     return 1
 
 
@@ -41,7 +41,7 @@ def _report_usage(err: click.UsageError) -> int:
         click.echo(err.ctx.get_help(), err=True)  # `m40llm` alone
         return 2
     hint = f" (see {err.ctx.command_path} --help)" if err.ctx is not None else ""
-    print(f"error: {_one_line(err.format_message())}{hint}", file=sys.stderr)
+    print(f"error: {one_line(err.format_message())}{hint}", file=sys.stderr)
     return 2
 
 
@@ -61,8 +61,9 @@ def _message(err: Exception) -> str:
     return f"internal error: {type(err).__name__}: {err}; M40LLM_DEBUG=1 shows where"
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def one_line(text: str) -> str:
+    """`text` on one line, with control characters escaped: text from a file must not steer the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 def _discard_stdout(*, flush: bool = False) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from m40llm.cli.errors import one_line
 from m40llm.cli.model_arg import model_argument
 
 if TYPE_CHECKING:
@@ -118,19 +119,19 @@ def _print_report(file: GGUFFile, rows: list[TypeRow], memory: dict[str, Any], l
     click.echo(f"{file.path}: GGUF v{file.version}, {len(file.metadata)} keys, {len(file.tensors)} tensors\n")
     width = max((len(key) for key in file.metadata), default=0)
     for key in file.metadata:
-        shown = _printable(str(_value(file.metadata, key)))
-        click.echo(f"{_printable(key):<{width}}  {shown[:_SHOWN_CHARACTERS]}")
+        shown = one_line(str(_value(file.metadata, key)))
+        click.echo(f"{one_line(key):<{width}}  {shown[:_SHOWN_CHARACTERS]}")
     click.echo(f"\n{'type':<8} {'tensors':>8} {'weights':>16} {'MiB':>10}")
     for row in rows:
         click.echo(f"{row.type:<8} {row.tensors:>8} {row.weights:>16,} {row.bytes / 2**20:>10,.1f}")
     if list_tensors:
         click.echo("")
         for info in file.tensors.values():
-            click.echo(f"{_printable(info.name):<40} {info.type.name:<8} {' × '.join(map(str, info.shape))}")
+            click.echo(f"{one_line(info.name):<40} {info.type.name:<8} {' × '.join(map(str, info.shape))}")
     click.echo("\nmemory")
     click.echo(f"  weights       {memory['weights'] / 2**20:>10,.1f} MiB")
     if "unavailable" in memory:
-        click.echo(f"  m40llm cannot run this model: {memory['unavailable']}")
+        click.echo(f"  m40llm cannot run this model: {one_line(memory['unavailable'])}")
         return
     per_token = f"{memory['kv_per_token'] / 1024:,.1f} KiB a token"
     click.echo(
@@ -138,8 +139,3 @@ def _print_report(file: GGUFFile, rows: list[TypeRow], memory: dict[str, Any], l
         f"({memory['slots']} × {memory['context']:,} tokens, {per_token})"
     )
     click.echo(f"  together      {memory['total'] / 2**20:>10,.1f} MiB  plus activations")
-
-
-def _printable(text: str) -> str:
-    """Text from a file must not reach the terminal as control sequences."""
-    return text if text.isprintable() else ascii(text)
