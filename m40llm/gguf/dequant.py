@@ -12,7 +12,7 @@ import numpy as np
 
 from m40llm.gguf.types import BLOCKS, TensorType
 
-_CHUNK_WEIGHTS = 1 << 19  # temporaries of a few MB, whatever the tensor's size
+_CHUNK_WEIGHTS = 1 << 17  # temporaries that stay in the cache, whatever the size of the tensor
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
 """Code book of IQ4_NL and IQ4_XS (ggml-common.h, kvalues_iq4nl)."""
