@@ -1,0 +1,7 @@
+"""Text: tokenizer, streaming detokenizer, chat template."""
+
+from m40llm.text.detokenizer import StreamDetokenizer
+from m40llm.text.errors import ChatTemplateError, TokenizerError
+from m40llm.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplateError", "StreamDetokenizer", "Tokenizer", "TokenizerError"]

@@ -1,0 +1,42 @@
+"""Token ids to text while they arrive, without ever cutting a character."""
+
+from __future__ import annotations
+
+import codecs
+
+from m40llm.text.tokenizer import Tokenizer
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class StreamDetokenizer:
+    """Text of a growing sequence of tokens; what push() and flush() return, joined, is ``tokenizer.decode(ids)``.
+
+    Args:
+        tokenizer: the vocabulary.
+        special: whether control tokens are written out.
+        continues: the ids go on in a text that was there before (a raw prompt), so that a SentencePiece vocabulary's leading
+            space is part of the text and stays.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False, continues: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._at_start = not continues
+        self._decoder = _utf8_decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; bytes of an unfinished character wait for the next token.
+
+        Raises:
+            TokenizerError: the id is outside of the vocabulary.
+        """
+        data = self._tokenizer.piece(token_id, special=self._special)
+        if self._at_start and data:
+            data = self._tokenizer.strip_prefix(data)
+            self._at_start = False
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """What is left: U+FFFD for an unfinished character. The detokenizer may be used again after it."""
+        return self._decoder.decode(b"", final=True)
