@@ -15,7 +15,9 @@ from numba.np import arrayobj
 __all__ = [
     "atomic_add",
     "atomic_exchange",
+    "call4",
     "call_kernel",
+    "call_tile",
     "compare_exchange",
     "f16_to_f32",
     "f32",
@@ -30,6 +32,7 @@ __all__ = [
     "sched_yield",
     "sem_post",
     "sem_wait",
+    "stack",
     "store_release",
     "u8",
     "u16",
@@ -209,13 +212,42 @@ def pause(typingctx):
     return types.void(), codegen
 
 
+def _call_by_address(count: int) -> tuple[Any, Any]:
+    def codegen(context, builder, signature, args):
+        function = ir.FunctionType(ir.VoidType(), [I64] * count)
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * (count + 1)), codegen
+
+
 @intrinsic
 def call_kernel(typingctx, function, arguments, tid, threads):
     """Call the kernel at an address: ``void (*)(int64 arguments, int64 tid, int64 threads)``."""
+    return _call_by_address(3)
+
+
+@intrinsic
+def call4(typingctx, function, a, b, c, d):
+    """Call ``void (*)(int64, int64, int64, int64)`` at an address."""
+    return _call_by_address(4)
+
+
+@intrinsic
+def call_tile(typingctx, function, quants, scales, x, y, steps):
+    """Call the tile kernel at an address: five int64 arguments."""
+    return _call_by_address(5)
+
+
+@intrinsic(prefer_literal=True)
+def stack(typingctx, size):
+    """``stack(bytes)``: the address of that many bytes on the stack, 64-byte aligned; the size is a literal."""
+    count = size.literal_value
 
     def codegen(context, builder, signature, args):
-        kernel = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
-        builder.call(builder.inttoptr(args[0], kernel.as_pointer()), args[1:])
-        return context.get_dummy_value()
+        with builder.goto_entry_block():
+            space = builder.alloca(ir.ArrayType(ir.IntType(8), count))
+        space.align = 64
+        return builder.ptrtoint(space, I64)
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    return types.int64(size), codegen

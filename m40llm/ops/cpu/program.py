@@ -46,7 +46,7 @@ from m40llm.ops.cpu.intrinsics import (
     store_release,
 )
 
-__all__ = ["Kernel", "Program", "Workers", "aligned_empty", "kernel", "layout", "pointer"]
+__all__ = ["Kernel", "NativeFunction", "Program", "Workers", "aligned_empty", "kernel", "layout", "pointer"]
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
 SIGNATURE_C = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)  # a call releases the GIL
@@ -92,24 +92,35 @@ class _AnnouncedCFunc(CFunc):
         return super()._compile_uncached()  # type: ignore[misc]
 
 
-class Kernel:
-    """A kernel that compiles on first use. ``name`` is what progress displays show."""
+class NativeFunction:
+    """A function of int64 arguments that compiles to machine code on first use and is called by address.
 
-    def __init__(self, name: str, fields: np.dtype, function: Callable[[int, int, int], None]) -> None:
-        self.name, self.fields, self.function = name, fields, function
+    ``name`` is what progress displays show.
+    """
+
+    def __init__(self, name: str, signature: Any, function: Callable[..., None]) -> None:
+        self.name, self.signature, self.function = name, signature, function
         self._address = 0
 
     def address(self, on_compile: Callable[[str], None] | None = None) -> int:
         """The machine code's address; ``on_compile(name)`` is called first where the disk cache does not have it."""
         if not self._address:
             use_cache_for(self.function.__code__.co_filename)
-            compiled = _AnnouncedCFunc(self.function, (SIGNATURE.args, SIGNATURE.return_type), {}, _OPTIONS)
+            compiled = _AnnouncedCFunc(self.function, (self.signature.args, self.signature.return_type), {}, _OPTIONS)
             compiled.on_compile = lambda: on_compile(self.name) if on_compile else None
             compiled.enable_caching()
             compiled.compile()
             self._compiled = compiled  # owns the machine code
             self._address = int(compiled.address or 0)
         return self._address
+
+
+class Kernel(NativeFunction):
+    """A function ``(args, tid, threads)`` and the layout of its argument record."""
+
+    def __init__(self, name: str, fields: np.dtype, function: Callable[[int, int, int], None]) -> None:
+        super().__init__(name, SIGNATURE, function)
+        self.fields = fields
 
 
 # Without NRT, arrays made from addresses carry no reference counting; NumPy's error model has no branch at divisions.
@@ -232,7 +243,7 @@ class Program:
     """
 
     def __init__(self, on_compile: Callable[[str], None] | None = None) -> None:
-        self._on_compile = on_compile
+        self.on_compile = on_compile
         self._rows: list[list[int]] = []
         self._names: list[str] = []
         self._kept: list[np.ndarray] = []  # records and arrays: their addresses are in the table
@@ -266,7 +277,7 @@ class Program:
                 arguments[name] = value.ctypes.data
                 self._kept.append(value)
         self._kept.append(arguments)
-        self._rows.append([kernel.address(self._on_compile), arguments.ctypes.data, int(barrier)])
+        self._rows.append([kernel.address(self.on_compile), arguments.ctypes.data, int(barrier)])
         self._names.append(kernel.name)
 
     def run(self, workers: Workers) -> None:

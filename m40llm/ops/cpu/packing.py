@@ -1,0 +1,177 @@
+"""From rows as a GGUF file has them to packed matrices (formats.py), in compiled code on all threads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from m40llm.gguf import BLOCKS, TensorType
+from m40llm.ops.cpu.formats import BLOCK, FLOATS, FORMATS, ROWS
+from m40llm.ops.cpu.intrinsics import call4, record, stack, u8, u16, u32
+from m40llm.ops.cpu.program import Program, Workers, aligned_empty, kernel, layout, pointer
+from m40llm.ops.cpu.unblock import UNBLOCKERS
+
+__all__ = ["PackedMatrix", "ReadRows", "pack_matrix"]
+
+ReadRows = Callable[[int, int], np.ndarray]
+SLICE_BYTES = 8 << 20  # of raw rows at a time: the file's pages need not all be in memory
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A weight matrix (n, k) ready for projections.
+
+    quants (groups, bytes) uint8: integers in bit planes, or the elements of float types. scales (groups, bytes) uint8:
+    empty for float types. Groups are of 16 rows; rows past n are zero.
+    """
+
+    n: int
+    k: int
+    type: TensorType
+    quants: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.quants.nbytes + self.scales.nbytes
+
+
+PACK = layout(
+    unblock=np.int64,
+    raw=pointer(np.uint8),
+    row_bytes=np.int64,
+    rows=np.int64,
+    block_bytes=np.int64,
+    units=np.int64,
+    unit=np.int64,
+    low_bits=np.int64,
+    high_bits=np.int64,
+    halves=np.int64,
+    small=np.int64,
+    quants=pointer(np.uint8),
+    scales=pointer(np.uint8),
+)
+
+
+@kernel(PACK)
+def pack_rows(args, tid, threads):
+    """Rows of blocks to groups; each thread takes a range of groups."""
+    a = record(args, PACK)
+    groups = (a.rows + ROWS - 1) // ROWS
+    q_at, halves_at, small_at = stack(256), stack(16), stack(64)
+    quads, halves, small = u32(q_at, 64), u16(halves_at, 2), u8(small_at, 32)
+    bits_all = a.low_bits + a.high_bits
+    blocks = a.unit // BLOCK
+    plane_words = bits_all * ROWS  # dwords per block
+    record_bytes = ROWS * (2 * a.halves + a.small)
+    for g in range(tid * groups // threads, (tid + 1) * groups // threads):
+        quants = u32(a.quants + g * a.units * blocks * plane_words * 4, a.units * blocks * plane_words)
+        for lane in range(min(ROWS, a.rows - g * ROWS)):
+            row = a.raw + (g * ROWS + lane) * a.row_bytes
+            for unit in range(a.units):
+                call4(a.unblock, row + unit * a.block_bytes, q_at, halves_at, small_at)
+                scales = a.scales + (g * a.units + unit) * record_bytes
+                to16 = u16(scales, ROWS * a.halves)
+                for i in range(a.halves):
+                    to16[ROWS * i + lane] = halves[i]
+                to8 = u8(scales + 2 * ROWS * a.halves, ROWS * a.small)
+                for i in range(a.small):
+                    to8[ROWS * i + lane] = small[i]
+                for block in range(blocks):
+                    at = (unit * blocks + block) * plane_words + lane
+                    below = 0
+                    for plane in range(2):
+                        bits = a.high_bits if plane else a.low_bits
+                        if bits == 0:
+                            continue
+                        fields = 8 // bits
+                        mask = ((1 << bits) - 1) * 0x01010101
+                        for e in range(bits):
+                            word = 0
+                            for f in range(fields):
+                                word |= ((quads[8 * block + e * fields + f] >> below) & mask) << (bits * f)
+                            quants[at] = word
+                            at += ROWS
+                        below += bits
+
+
+TRANSPOSE = layout(
+    raw=pointer(np.uint8), rows=np.int64, k=np.int64, size=np.int64, row_bytes=np.int64, out=pointer(np.uint8)
+)
+
+
+@kernel(TRANSPOSE)
+def transpose_rows(args, tid, threads):
+    """Rows of 2- or 4-byte elements to groups [k][16]."""
+    a = record(args, TRANSPOSE)
+    groups = (a.rows + ROWS - 1) // ROWS
+    for g in range(tid * groups // threads, (tid + 1) * groups // threads):
+        for lane in range(min(ROWS, a.rows - g * ROWS)):
+            row = a.raw + (g * ROWS + lane) * a.row_bytes
+            out = a.out + g * ROWS * a.k * a.size
+            if a.size == 2:
+                from16, to16 = u16(row, a.k), u16(out, ROWS * a.k)
+                for k in range(a.k):
+                    to16[ROWS * k + lane] = from16[k]
+            else:
+                from32, to32 = u32(row, a.k), u32(out, ROWS * a.k)
+                for k in range(a.k):
+                    to32[ROWS * k + lane] = from32[k]
+
+
+def pack_matrix(
+    read_rows: ReadRows,
+    tensor_type: TensorType,
+    n: int,
+    k: int,
+    workers: Workers,
+    on_compile: Callable[[str], None] | None = None,
+) -> PackedMatrix:
+    """Pack an (n, k) matrix.
+
+    read_rows(start, stop) returns those rows as uint8 (stop - start, row bytes), C-contiguous; it is asked for slices of
+    a few MB. Raises ValueError for an unsupported type and for a k that is no multiple of the type's block.
+    """
+    if tensor_type not in BLOCKS:
+        raise ValueError(f"tensor type {tensor_type.name} has no projection kernel")
+    row_bytes = BLOCKS[tensor_type].row_bytes(k)
+    form = FORMATS.get(tensor_type)
+    groups = -(-n // ROWS)
+    quants_bytes, scales_bytes = form.group_bytes(k) if form else (ROWS * k * FLOATS[tensor_type], 0)
+    quants = aligned_empty((groups, quants_bytes), np.uint8)
+    scales = aligned_empty((groups, scales_bytes), np.uint8)
+    if n % ROWS:
+        quants[-1:], scales[-1:] = 0, 0
+    step = max(1, SLICE_BYTES // (ROWS * row_bytes)) * ROWS
+    for start in range(0, n, step):
+        stop = min(n, start + step)
+        raw = read_rows(start, stop)
+        if raw.shape != (stop - start, row_bytes) or raw.dtype != np.uint8 or not raw.flags.c_contiguous:
+            raise ValueError(
+                f"rows {start} to {stop} came as {raw.dtype} {raw.shape}, not ({stop - start}, {row_bytes})"
+            )
+        program = Program(on_compile)
+        to_quants = quants[start // ROWS :]
+        if form is None:
+            size = FLOATS[tensor_type]
+            program.add(transpose_rows, raw=raw, rows=stop - start, k=k, size=size, row_bytes=row_bytes, out=to_quants)
+        else:
+            fields = 2 if form.has_min else 1
+            program.add(
+                pack_rows,
+                unblock=UNBLOCKERS[tensor_type].address(on_compile),
+                raw=raw,
+                row_bytes=row_bytes,
+                rows=stop - start,
+                block_bytes=BLOCKS[tensor_type].type_size,
+                units=k // form.unit,
+                unit=form.unit,
+                low_bits=form.planes[0],
+                high_bits=form.planes[1] if len(form.planes) > 1 else 0,
+                halves=fields,
+                small=0 if form.unit == BLOCK else form.unit // form.sub * fields,
+                quants=to_quants,
+                scales=scales[start // ROWS :],
+            )
+        program.run(workers)
+    return PackedMatrix(n, k, tensor_type, quants, scales)
