@@ -1,0 +1,349 @@
+"""CpuOps: the Ops protocol on NumPy arrays. Each op records its kernels into the program that `record` is building."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m40llm.config import ConfigError, ModelConfig
+from m40llm.gguf import GGUFFile, TensorType, dequantize
+from m40llm.kv import KVLayout
+from m40llm.ops.cpu import elementwise
+from m40llm.ops.cpu.attention_decode import attention_decode, attention_merge, decode_scratch
+from m40llm.ops.cpu.attention_prefill import attention_prefill, prefill_scratch
+from m40llm.ops.cpu.embed import embed
+from m40llm.ops.cpu.isa import IsaError, choose_isa
+from m40llm.ops.cpu.packing import PackedMatrix, pack_matrix
+from m40llm.ops.cpu.program import Program, Workers, aligned_empty
+from m40llm.ops.cpu.project import Projection, record_gate_up_swiglu, record_project
+from m40llm.ops.cpu.quantise import QuantisedRows, record_quantise
+from m40llm.ops.cpu.rope import rope_append, rope_tables
+from m40llm.ops.protocol import KVCache, Workspace
+from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """Token embeddings as the file has them: only the rows in use are ever read."""
+
+    type: TensorType
+    data: NDArray[np.uint8]  # (V, row bytes), a view of the mapped file
+    width: int  # D
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """cos and sin: (positions, dim/2) float32."""
+
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Buffers inside ops, sized with the workspace."""
+
+    rows: QuantisedRows
+    decode: NDArray[np.float32]
+    prefill: NDArray[np.float32]
+    normed: NDArray[np.float32]  # (R, D)
+    argmax_values: NDArray[np.float32]
+    argmax_places: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A program and the threads that replay it."""
+
+    program: Program
+    workers: Workers
+
+    def run(self) -> None:
+        self.program.run(self.workers)
+
+
+def available_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CpuOps:
+    """One CPU backend: worker threads, an instruction set, scratch.
+
+    Args:
+        threads: CPU threads (None: all that the process may use).
+        isa: instruction set of the projections, or "auto".
+        on_compile: called with a kernel's name before its first compilation on this machine.
+
+    Raises:
+        ConfigError: this machine lacks the instruction set.
+    """
+
+    def __init__(
+        self, threads: int | None = None, isa: str = "auto", on_compile: Callable[[str], None] | None = None
+    ) -> None:
+        try:
+            self._isa = choose_isa(isa)
+        except IsaError as error:
+            raise ConfigError(f"--cpu-isa: {error}") from error
+        self._on_compile = on_compile
+        self._workers = Workers(threads or available_threads())
+        self._program: Program | None = None
+        self._scratch: _Scratch | None = None
+        self._up: NDArray[np.float32] | None = None  # only for models whose gate and up have different types
+        n = self._workers.threads
+        self.description = f"CPU ({self._isa.name.lower()}, {n} thread{'s' if n > 1 else ''})"
+
+    # -- load time ---------------------------------------------------------------------------------
+    def load_matrix(self, file: GGUFFile, name: str) -> PackedMatrix:
+        info = file.tensor(name)
+        n, k = info.shape
+        return pack_matrix(
+            lambda start, stop: file.read_rows(name, start, stop), info.type, n, k, self._workers, self._on_compile
+        )
+
+    def load_embedding(self, file: GGUFFile, name: str) -> EmbeddingTable:
+        info = file.tensor(name)
+        return EmbeddingTable(info.type, file.data(name), info.columns)
+
+    def load_vector(self, file: GGUFFile, name: str) -> NDArray[np.float32]:
+        return dequantize(file.read_rows(name), file.tensor(name).type).reshape(-1)
+
+    def load_rope(self, config: ModelConfig, max_pos: int) -> RopeTable:
+        return RopeTable(*rope_tables(config.rope, max_pos))
+
+    def new_workspace(self, config: ModelConfig, limits: StepLimits) -> Workspace:
+        rows, wanted, threads = limits.rows, limits.logit_rows, self._workers.threads
+
+        def f32(*shape: int) -> NDArray[np.float32]:
+            return aligned_empty(shape, np.float32)
+
+        widest = max(config.d_model, config.q_width, config.d_ff)
+        self._scratch = _Scratch(
+            rows=QuantisedRows(max(rows, wanted), widest, self._isa),
+            decode=decode_scratch(threads, config.n_heads, config.n_kv_heads, config.head_dim, config.context_length),
+            prefill=prefill_scratch(threads, config.head_dim),
+            normed=f32(wanted, config.d_model),
+            argmax_values=f32(threads, wanted),
+            argmax_places=aligned_empty((threads, wanted), np.int32),
+        )
+        offsets = plan_offsets(limits)
+        packed = aligned_empty(offsets["total"], np.int32)
+        return Workspace(
+            plan={name: packed[offsets[name] :] for name in PLAN_FIELDS},
+            x=f32(rows, config.d_model),
+            h=f32(rows, config.d_model),
+            q=f32(rows, config.q_width),
+            k=f32(rows, config.kv_width),
+            v=f32(rows, config.kv_width),
+            attn=f32(rows, config.q_width),
+            act=f32(rows, config.d_ff),
+            logits=f32(wanted, config.vocab_size),
+            ids=aligned_empty(wanted, np.int32),
+        )
+
+    def new_kv(self, layout: KVLayout) -> KVCache:
+        # zeros: pages are only committed when a position is first written
+        return KVCache(layout, np.zeros(layout.shape, layout.storage), np.zeros(layout.shape, layout.storage))
+
+    # -- a step ------------------------------------------------------------------------------------
+    def upload(self, ws: Workspace, plan: StepPlan) -> None:
+        for name in PLAN_FIELDS:
+            values = getattr(plan, name)
+            ws.plan[name][: len(values)] = values
+
+    def record(self, shape: StepShape, body: Callable[[], None]) -> RecordedStep:
+        program = self._program = Program(self._on_compile)
+        try:
+            body()
+        finally:
+            self._program = None
+        return RecordedStep(program, self._workers)
+
+    def read_ids(self, ws: Workspace, rows: int) -> NDArray[np.int32]:
+        return ws.ids[:rows].copy()
+
+    def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
+        return ws.logits[:rows]
+
+    # -- inside `record` ---------------------------------------------------------------------------
+    @property
+    def _recording(self) -> tuple[Program, _Scratch]:
+        if self._program is None or self._scratch is None:
+            raise RuntimeError("ops are called inside record(), after new_workspace()")
+        return self._program, self._scratch
+
+    def embed(self, table: EmbeddingTable, token_ids: NDArray[np.int32], x: NDArray[np.float32]) -> None:
+        program, _ = self._recording
+        program.add(embed(table.type), table=table.data, token_ids=token_ids, x=x, rows=len(x), width=table.width)
+
+    def rmsnorm(self, x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]) -> None:
+        self._rmsnorm(x, weight, eps, out, None)
+
+    def _rmsnorm(
+        self,
+        x: NDArray[np.float32],
+        weight: NDArray[np.float32],
+        eps: float,
+        out: NDArray[np.float32],
+        index: NDArray[np.int32] | None,
+    ) -> None:
+        program, _ = self._recording
+        program.add(
+            elementwise.rmsnorm,
+            x=x,
+            weight=weight,
+            out=out,
+            index=index,
+            rows=len(out),
+            width=x.shape[1],
+            eps=eps,
+        )
+
+    def qkv(
+        self,
+        h: NDArray[np.float32],
+        weights: tuple[PackedMatrix, PackedMatrix, PackedMatrix],
+        biases: tuple[NDArray[np.float32] | None, ...],
+        q: NDArray[np.float32],
+        k: NDArray[np.float32],
+        v: NDArray[np.float32],
+    ) -> None:
+        program, scratch = self._recording
+        record_quantise(program, h, scratch.rows)
+        outputs = zip(weights, (q, k, v), biases, strict=True)
+        record_project(program, [Projection(w, out, bias) for w, out, bias in outputs], scratch.rows)
+
+    def rope_append(
+        self,
+        q: NDArray[np.float32],
+        k: NDArray[np.float32],
+        v: NDArray[np.float32],
+        rope: RopeTable,
+        config: ModelConfig,
+        kv: KVCache,
+        layer: int,
+        ws: Workspace,
+    ) -> None:
+        program, _ = self._recording
+        itemsize = kv.layout.storage.itemsize
+        program.add(
+            rope_append(config.rope.interleaved, kv.layout.dtype == "f16"),
+            q=q,
+            k=k,
+            v=v,
+            cos=rope.cos,
+            sin=rope.sin,
+            pos=ws.plan["pos"],
+            row_slot=ws.plan["row_slot"],
+            k_cache=kv.k[layer],
+            v_cache=kv.v[layer],
+            slot_stride=kv.layout.slot_stride * itemsize,
+            pos_stride=kv.layout.pos_stride * itemsize,
+            rows=len(q),
+            heads=config.n_heads,
+            kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            pairs=config.rope.dim // 2,
+        )
+
+    def attention(
+        self,
+        q: NDArray[np.float32],
+        kv: KVCache,
+        layer: int,
+        shape: StepShape,
+        config: ModelConfig,
+        ws: Workspace,
+        out: NDArray[np.float32],
+    ) -> None:
+        program, scratch = self._recording
+        group, half = config.n_heads // config.n_kv_heads, kv.layout.dtype == "f16"
+        itemsize = kv.layout.storage.itemsize
+        fields = {
+            "q": q,
+            "out": out,
+            "k": kv.k[layer],
+            "v": kv.v[layer],
+            "slot_stride": kv.layout.slot_stride * itemsize,
+            "pos_stride": kv.layout.pos_stride * itemsize,
+            "cu_seqlens": ws.plan["cu_seqlens_q"],
+            "kv_lens": ws.plan["kv_lens"],
+            "slots": ws.plan["slots"],
+            "segments": shape.segments,
+            "kv_heads": config.n_kv_heads,
+            "window": 0,
+            "scale": 1.0 / math.sqrt(config.head_dim),
+        }
+
+        def strided(buffer: NDArray[np.float32]) -> dict[str, object]:
+            return {"scratch": buffer, "scratch_stride": buffer.shape[1]}
+
+        if shape.longest > 1:
+            kernel = attention_prefill(group, config.head_dim, half)
+            program.add(kernel, barrier=shape.segments == 1, **fields, **strided(scratch.prefill))
+        if shape.longest == 1 or shape.segments > 1:  # some segment may have a single row
+            program.add(attention_decode(group, config.head_dim, half), **fields, **strided(scratch.decode))
+            merge = attention_merge(group, config.head_dim)
+            program.add(merge, out=out, kv_heads=config.n_kv_heads, **strided(scratch.decode))
+
+    def project(
+        self,
+        h: NDArray[np.float32],
+        weight: PackedMatrix,
+        out: NDArray[np.float32],
+        *,
+        bias: NDArray[np.float32] | None = None,
+        add: bool = False,
+    ) -> None:
+        program, scratch = self._recording
+        record_quantise(program, h, scratch.rows)
+        record_project(program, [Projection(weight, out, bias, add)], scratch.rows)
+
+    def gate_up_swiglu(
+        self, h: NDArray[np.float32], gate: PackedMatrix, up: PackedMatrix, out: NDArray[np.float32]
+    ) -> None:
+        program, scratch = self._recording
+        record_quantise(program, h, scratch.rows)
+        if gate.type == up.type:
+            record_gate_up_swiglu(program, gate, up, scratch.rows, out)
+            return
+        if self._up is None or len(self._up) < len(out):
+            self._up = aligned_empty((scratch.rows.max_rows, out.shape[1]), np.float32)
+        other = self._up[: len(out)]
+        record_project(program, [Projection(gate, out), Projection(up, other)], scratch.rows)
+        program.add(elementwise.swiglu, gate=out, up=other, out=out, size=out.size)
+
+    def logits(
+        self,
+        x: NDArray[np.float32],
+        norm: NDArray[np.float32],
+        eps: float,
+        weight: PackedMatrix,
+        ws: Workspace,
+        shape: StepShape,
+    ) -> None:
+        program, scratch = self._recording
+        rows = shape.logit_rows
+        normed, logits = scratch.normed[:rows], ws.logits[:rows]
+        self._rmsnorm(x, norm, eps, normed, ws.plan["logit_rows"])
+        self.project(normed, weight, logits)
+        fields = {
+            "logits": logits,
+            "rows": rows,
+            "width": logits.shape[1],
+            "values": scratch.argmax_values,
+            "places": scratch.argmax_places,
+            "ids": ws.ids,
+        }
+        program.add(elementwise.argmax, **fields)
+        program.add(elementwise.argmax_merge, **fields)
+
+    def close(self) -> None:
+        """Ends the worker threads; may be called twice."""
+        self._workers.close()
