@@ -76,14 +76,12 @@ def default_cache_dir() -> Path:
 
 def parse_log(log: str) -> tuple[KernelResources, ...]:
     """Resources of every kernel in the log of `--ptxas-options=-v`, in its order."""
+    _, *parts = _ENTRY.split(log)  # kernel name, its section, kernel name, …
     found = []
-    starts = [*_ENTRY.finditer(log), None]
-    for this, following in zip(starts, starts[1:], strict=False):
-        assert this is not None
-        section = log[this.end() : following.start() if following else len(log)]
-        numbers = {name: int(m[1]) if (m := pattern.search(section)) else 0 for name, pattern in _NUMBERS.items()}
+    for name, section in zip(parts[::2], parts[1::2], strict=True):
+        numbers = {key: int(m[1]) if (m := pattern.search(section)) else 0 for key, pattern in _NUMBERS.items()}
         constant = sum(int(size) for size in _CONSTANT.findall(section))
-        found.append(KernelResources(name=this[1], constant_bytes=constant, **numbers))
+        found.append(KernelResources(name=name, constant_bytes=constant, **numbers))
     return tuple(found)
 
 
