@@ -18,8 +18,8 @@ def read_text(path: str) -> str:
         return file.read()
 
 
-def read_objects(path: str, *required: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line of a JSON-lines file that is not blank.
+def read_objects(path: str, *required: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE:LINE", object) of each line of a JSON-lines file that is not blank.
 
     Raises CliError that names file and line for what is no object or lacks a `required` key.
     """
@@ -34,7 +34,7 @@ def read_objects(path: str, *required: str) -> Iterator[tuple[int, dict[str, Any
             raise CliError(f"{where}: not JSON ({err})") from err
         if not isinstance(value, dict) or any(key not in value for key in required):
             raise CliError(f"{where}: expected an object with {' and '.join(map(repr, required))}")
-        yield number, value
+        yield where, value
 
 
 def token_ids(value: Any, where: str) -> list[int]:

@@ -54,6 +54,8 @@ def command(model: str, textfile: str, as_json: bool, **flags: Any) -> None:
             for done, first in enumerate(starts):
                 bar.update(done, len(starts))
                 piece = ids[first : first + size]
+                if opened.tokenizer.add_bos and opened.tokenizer.bos_id is not None:
+                    piece[0] = opened.tokenizer.bos_id  # a model trained with BOS expects it at position 0
                 # position p of the window is predicted from p tokens
                 logprobs += [s.logprob for s in score(opened.session, piece, max(size // 2, 1), 0)]
     found = perplexity(logprobs)

@@ -42,8 +42,7 @@ def command(model: str, path: str, top: int, **flags: Any) -> None:
     from m40llm.scoring import score
 
     requests: list[tuple[str, list[int], int]] = []
-    for number, line in read_objects(path, "ids", "start"):
-        where = f"{path}:{number}"
+    for where, line in read_objects(path, "ids", "start"):
         if type(line["start"]) is not int:
             raise CliError(f"{where}: 'start' must be an integer")
         requests.append((where, token_ids(line["ids"], where), line["start"]))

@@ -51,10 +51,10 @@ def command(model: str, text: str | None, path: str | None, no_special: bool, bo
             click.echo(json.dumps({"ids": ids}))
             return
         for token in ids:
-            click.echo(f"{token:>8}  {tokenizer.decode([token])!r}")
+            click.echo(f"{token:>8}  {tokenizer.token_bytes(token).decode('utf-8', 'backslashreplace')!r}")
         return
     assert path is not None
-    for number, line in read_objects(path, "text"):
+    for where, line in read_objects(path, "text"):
         if not isinstance(line["text"], str):
-            raise CliError(f"{path}:{number}: 'text' must be a string")
+            raise CliError(f"{where}: 'text' must be a string")
         click.echo(json.dumps({"ids": encode(line["text"])}))
