@@ -191,10 +191,12 @@ def test_no_network(tmp_path: Path) -> None:
     with FileServer() as stopped:
         url = stopped.url
     notes: list[Progress] = []
-    settings = HubSettings(models_dir=tmp_path, index_url=url, attempts=3, backoff_s=0.01)
-    with pytest.raises(HubError, match=r"after 3 attempts \(Connection refused\): check the network"):
+    secret = url.replace("http://", "http://user:secret@")
+    settings = HubSettings(models_dir=tmp_path, index_url=secret, attempts=3, backoff_s=0.01)
+    with pytest.raises(HubError, match=r"after 3 attempts \(Connection refused\): check the network") as caught:
         fetch("tiny", settings, models=MODELS, progress=notes.append)
     assert len(notes) == 2
+    assert "secret" not in f"{caught.value} {notes}"
 
 
 def test_disk_space_is_checked_first(server: FileServer, settings: HubSettings) -> None:
