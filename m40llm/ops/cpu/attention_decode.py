@@ -11,12 +11,12 @@ import functools
 import numba
 import numpy as np
 
+from m40llm.ops.cpu.attention_tiles import dot_keys, weigh_values
 from m40llm.ops.cpu.intrinsics import f32, i32, i64, record
 from m40llm.ops.cpu.program import Kernel, aligned_empty, kernel, layout, pointer
 from m40llm.ops.cpu.simd import (
     ACCUMULATORS,
     as_f32,
-    dot_keys,
     exp2_v,
     fma,
     hmax,
@@ -25,7 +25,6 @@ from m40llm.ops.cpu.simd import (
     splat,
     store,
     vmax,
-    weigh_values,
 )
 
 __all__ = ["attention_decode", "attention_merge", "decode_scratch"]
@@ -183,7 +182,10 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
                                     heads, keys, head_dim, is_half, queries + 4 * g * head_dim, k + j * a.pos_stride,
                                     a.pos_stride, count - j, scores + 4 * (g * CHUNK + j), 4 * CHUNK,
                                 )  # fmt: skip
-                        maxima, sums = f32(part + 4 * group * head_dim, pad), f32(part + 4 * (group * head_dim + pad), pad)
+                        maxima, sums = (
+                            f32(part + 4 * group * head_dim, pad),
+                            f32(part + 4 * (group * head_dim + pad), pad),
+                        )
                         for g in range(group):
                             line = scores + 4 * g * CHUNK
                             tail = f32(line, CHUNK)

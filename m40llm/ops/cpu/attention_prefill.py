@@ -11,19 +11,18 @@ import functools
 import numpy as np
 
 from m40llm.ops.cpu.attention_decode import DECODE, LOG2E, NOTHING, decode_layout
+from m40llm.ops.cpu.attention_tiles import gemm_tile, transpose
 from m40llm.ops.cpu.intrinsics import f32, i32, i64, record
 from m40llm.ops.cpu.program import Kernel, aligned_empty, kernel
 from m40llm.ops.cpu.simd import (
     ACCUMULATORS,
     as_f32,
     exp2_v,
-    gemm_tile,
     load,
     load_f16,
     select_gt,
     splat,
     store,
-    transpose,
     vmax,
 )
 
@@ -67,7 +66,12 @@ def attention_prefill(group: int, head_dim: int, half: bool) -> Kernel:
         a = record(args, DECODE)
         cu, kv_lens, slots = i32(a.cu_seqlens, a.segments + 1), i32(a.kv_lens, a.segments), i32(a.slots, a.segments)
         queries = a.scratch + 4 * tid * a.scratch_stride
-        outputs, scores, keys, values = queries + outputs_at, queries + scores_at, queries + keys_at, queries + values_at
+        outputs, scores, keys, values = (
+            queries + outputs_at,
+            queries + scores_at,
+            queries + keys_at,
+            queries + values_at,
+        )
         maxima, sums, scales = queries + maxima_at, queries + sums_at, queries + scales_at
         positions = f32(queries + positions_at, LANES)
         sources, targets = i64(queries + addresses_at, LANES), i64(queries + addresses_at + 8 * LANES, LANES)

@@ -1,0 +1,154 @@
+"""Rotary position embedding of Q and K, and the append of K and V to the cache."""
+
+import functools
+import math
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from m40llm.config import RopeConfig
+from m40llm.ops.cpu.intrinsics import f32, i32, record
+from m40llm.ops.cpu.program import Kernel, kernel, layout, pointer
+from m40llm.ops.cpu.simd import fma, load, load_twice, store, store_f16, swap_pairs
+
+__all__ = ["rope_append", "rope_frequencies", "rope_tables"]
+
+HELPER = {"_nrt": False, "error_model": "numpy", "boundscheck": False}
+
+
+def rope_frequencies(rope: RopeConfig) -> tuple[NDArray[np.float64], float]:
+    """Radians per position of each pair, (dim/2,), and the factor of cosine and sine (1 except for YaRN).
+
+    Sources: RoFormer (Su et al., 2021); linear: position interpolation (Chen et al., 2023); llama3: the reference code's
+    `apply_scaling` (meta-llama/llama-models), which GGUF files carry as divisors, `rope_freqs.weight`; YaRN (Peng et al., 2023)
+    with the rounding of ggml's `rope_yarn` and Hugging Face's `_compute_yarn_parameters`.
+    """
+    pairs = np.arange(rope.dim // 2)
+    plain = rope.theta ** (-2.0 * pairs / rope.dim)
+    if rope.freq_factors is not None:
+        plain = plain / np.asarray(rope.freq_factors, np.float64)
+    if rope.scaling == "linear":
+        return plain / rope.factor, rope.attn_factor
+    if rope.scaling == "llama3" and rope.freq_factors is None:
+        turns = rope.original_context * plain / (2 * math.pi)  # in the original context
+        span = rope.high_freq_factor - rope.low_freq_factor
+        kept = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
+        return plain * (kept + (1 - kept) / rope.factor), rope.attn_factor
+    if rope.scaling == "yarn":
+
+        def pair_with(turns: float) -> float:
+            return rope.dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low = max(0.0, math.floor(pair_with(rope.beta_fast)))
+        high = min(rope.dim - 1.0, math.ceil(pair_with(rope.beta_slow)))
+        kept = 1.0 - np.clip((pairs - low) / max(0.001, high - low), 0.0, 1.0)
+        return plain * (kept + (1 - kept) / rope.factor), rope.attn_factor * (1.0 + 0.1 * math.log(rope.factor))
+    return plain, rope.attn_factor
+
+
+def rope_tables(rope: RopeConfig, max_pos: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosine and sine of every position: two (max_pos, dim/2) float32 arrays, computed in float64."""
+    frequencies, factor = rope_frequencies(rope)
+    cos = np.empty((max_pos, len(frequencies)), np.float32)
+    sin = np.empty_like(cos)
+    for start in range(0, max_pos, 1024):  # float64 temporaries stay small
+        angles = np.outer(np.arange(start, min(start + 1024, max_pos)), frequencies)
+        cos[start : start + 1024] = np.cos(angles) * factor
+        sin[start : start + 1024] = np.sin(angles) * factor
+    return cos, sin
+
+
+def _layout(storage: type) -> np.dtype:
+    return layout(
+        q=pointer(np.float32),  # (T, H*HD), rotated in place
+        k=pointer(np.float32),  # (T, KH*HD), rotated in place
+        v=pointer(np.float32),  # (T, KH*HD)
+        cos=pointer(np.float32),  # (positions, pairs)
+        sin=pointer(np.float32),
+        pos=pointer(np.int32),  # (T,)
+        row_slot=pointer(np.int32),  # (T,)
+        k_cache=pointer(storage),  # one layer
+        v_cache=pointer(storage),
+        slot_stride=np.int64,  # bytes
+        pos_stride=np.int64,  # bytes
+        rows=np.int64,  # T
+        heads=np.int64,  # H
+        kv_heads=np.int64,  # KH
+        head_dim=np.int64,  # HD
+        pairs=np.int64,  # ≤ HD/2; further elements are not rotated
+    )
+
+
+ROPE = _layout(np.uint16)
+
+
+@numba.njit(**HELPER)
+def _rotate_halves(x, cos, sin, pairs):
+    """Pairs (i, i + pairs)."""
+    whole = pairs // 16 * 16
+    for i in range(0, 4 * whole, 64):
+        c, s = load(cos + i), load(sin + i)
+        x0, x1 = load(x + i), load(x + i + 4 * pairs)
+        store(x + i, x0 * c - x1 * s)
+        store(x + i + 4 * pairs, fma(x1, c, x0 * s))
+    a, c, s = f32(x, 2 * pairs), f32(cos, pairs), f32(sin, pairs)
+    for i in range(whole, pairs):
+        x0, x1 = a[i], a[i + pairs]
+        a[i], a[i + pairs] = x0 * c[i] - x1 * s[i], x1 * c[i] + x0 * s[i]
+
+
+@numba.njit(**HELPER)
+def _rotate_neighbours(x, cos, sin, pairs):
+    """Pairs (2i, 2i + 1)."""
+    whole = pairs // 8 * 8
+    for i in range(0, 4 * whole, 32):
+        both = load(x + 2 * i)
+        turned = swap_pairs(both) * load_twice(sin + i, -1.0)
+        store(x + 2 * i, fma(both, load_twice(cos + i, 1.0), turned))
+    a, c, s = f32(x, 2 * pairs), f32(cos, pairs), f32(sin, pairs)
+    for i in range(whole, pairs):
+        x0, x1 = a[2 * i], a[2 * i + 1]
+        a[2 * i], a[2 * i + 1] = x0 * c[i] - x1 * s[i], x1 * c[i] + x0 * s[i]
+
+
+@functools.cache
+def rope_append(interleaved: bool, half: bool) -> Kernel:
+    """The kernel that rotates Q and K in place and stores K and V at (row_slot[t], pos[t]).
+
+    interleaved: pairs are neighbours (llama), otherwise halves (NeoX). half: the cache holds FP16 bits (rounded to nearest
+    even), otherwise float32. Heads are shared out over threads.
+    """
+    neighbours, is_half = int(interleaved), int(half)
+    itemsize = 2 if half else 4
+
+    def body(args, tid, threads):
+        a = record(args, ROPE)
+        pos, row_slot = i32(a.pos, a.rows), i32(a.row_slot, a.rows)
+        per_row = a.heads + a.kv_heads
+        units = a.rows * per_row
+        bytes_per_head = 4 * a.head_dim
+        for unit in range(units * tid // threads, units * (tid + 1) // threads):
+            t, h = unit // per_row, unit % per_row
+            kv = h - a.heads
+            at = (t * a.kv_heads + kv) * bytes_per_head
+            x = a.q + (t * a.heads + h) * bytes_per_head if kv < 0 else a.k + at
+            angle = 4 * pos[t] * a.pairs
+            if neighbours == 1:
+                _rotate_neighbours(x, a.cos + angle, a.sin + angle, a.pairs)
+            else:
+                _rotate_halves(x, a.cos + angle, a.sin + angle, a.pairs)
+            if kv < 0:
+                continue
+            offset = row_slot[t] * a.slot_stride + pos[t] * a.pos_stride + kv * a.head_dim * itemsize
+            for d in range(0, a.head_dim, 16):
+                if is_half == 1:
+                    store_f16(a.k_cache + offset + 2 * d, load(x + 4 * d))
+                    store_f16(a.v_cache + offset + 2 * d, load(a.v + at + 4 * d))
+                else:
+                    store(a.k_cache + offset + 4 * d, load(x + 4 * d))
+                    store(a.v_cache + offset + 4 * d, load(a.v + at + 4 * d))
+
+    return kernel(_layout(np.uint16 if half else np.float32), f"rope_append[{'pairs' if interleaved else 'halves'}]")(
+        body
+    )
