@@ -144,24 +144,22 @@ def test_ctrl_c_stops_generate(tiny: str) -> None:
     assert "Traceback" not in err.decode()
 
 
-def test_chat_keeps_the_conversation(tiny: str) -> None:
-    def answers(text: str) -> list[str]:
-        done = subprocess.run(
-            [*COMMAND, "chat", tiny, "--greedy", "--max-tokens", "4"],
-            input=text.encode(),
-            capture_output=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert b"Traceback" not in done.stderr
-        return done.stdout.decode("utf-8", "replace").split("\n")
-
-    twice = answers("Hello\nHello\n")
-    reset = answers("Hello\n/reset\nHello\n/exit\nnever read\n")
-    assert len(reset) >= 3
-    half = (len(reset) - 1) // 2
-    assert reset[:half] == reset[half : 2 * half]  # the same question, the same start
-    assert twice != reset
+def test_chat_keeps_the_conversation(tiny: str, tokenizer: Tokenizer) -> None:
+    """One turn fits the context, two do not: the second message fails unless the first is forgotten."""
+    turn = len(tokenizer.encode("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"))
+    done = subprocess.run(
+        [*COMMAND, "chat", tiny, "--greedy", "--max-tokens", "4", "--ctx", str(turn + 8)],
+        input=b"Hello\nHello\n/reset\nHello\n/exit\nnever read\n",
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].endswith("(/reset starts over)")
+    first, second, rest = done.stdout.decode("utf-8", "replace").split("\n")
+    assert first == second != ""
+    assert rest == ""
 
 
 def test_chat_commands(tiny: str) -> None:

@@ -62,7 +62,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
-  m40llm generate smollm2 "The capital of France is"
+  m40llm generate smollm2 "What is the capital of France?"
   m40llm chat qwen2.5-coder-1.5b
   m40llm generate ./model.gguf - < prompt.txt > answer.txt
 

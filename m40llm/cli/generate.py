@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     name="generate",
     epilog="""\b
 Examples:
-  m40llm generate smollm2 "The capital of France is"
+  m40llm generate smollm2 "What is the capital of France?"
   m40llm generate smollm2 "Once upon a time" --raw --max-tokens 100 --seed 7
   m40llm generate qwen2.5-coder-1.5b - --system "Answer in one line." < question.txt
   m40llm generate ./model.gguf "2+2=" --greedy --json | jq -r .text
