@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 
 import numpy as np
 import tiktoken
@@ -173,7 +173,7 @@ def _decode_all(names: list[str]) -> list[bytes]:
     table[list(_TO_LATIN1)] = list(_TO_LATIN1.values())
     joined = table[np.frombuffer("".join(names).encode("utf-32-le"), np.uint32)].tobytes()
     ends = list(accumulate(map(len, names)))
-    return [joined[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [joined[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _number_symbols(
@@ -244,7 +244,7 @@ def _reachable(
     rank = np.full(n_symbols, -1, np.int64)
     forms = np.zeros(n_symbols, bool)
     forms[single] = True
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         merges = order[start:stop]
         merges = merges[forms[left[merges]] & forms[right[merges]]]
         if (np.maximum(rank[left[merges]], rank[right[merges]]) >= merges).any():

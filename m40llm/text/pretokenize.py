@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
-import regex
+import regex  # type: ignore[import-untyped]
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def _thousands_after_text(piece: str) -> list[str]:
         cuts.extend(range(run.start() + first, run.end() + 1, 3))
     if cuts[-1] < len(piece):
         cuts.append(len(piece))
-    return [piece[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [piece[a:b] for a, b in pairwise(cuts)]
 
 
 def _ascii_thousands(piece: str) -> list[str]:
@@ -78,16 +79,12 @@ def _ascii_thousands(piece: str) -> list[str]:
     for run in _ASCII_DIGIT_RUN.finditer(piece):
         cuts.extend(range(run.start() + (run.end() - run.start()) % 3, run.end(), 3))
     cuts.append(len(piece))
-    return [piece[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    return [piece[a:b] for a, b in pairwise(cuts) if a < b]
 
 
-# Code points assigned after Unicode 15. llama.cpp's tables (Unicode 15) call them unassigned; `regex` follows the newest
-# Unicode version. Without this, a new letter would be split differently by every new release of `regex`.
-_AFTER_UNICODE_15 = regex.compile(
-    "["
-    + "".join(
-        "-".join(f"\\U{int(end, 16):08X}" for end in item.split("-"))
-        for item in """
+# Code points assigned after Unicode 15, in hexadecimal. llama.cpp's tables (Unicode 15) call them unassigned; `regex` follows
+# the newest Unicode version. Without this, a new letter would be split differently by every new release of `regex`.
+_NEW_CODE_POINTS = """
 558 58B-58C 5C8-5C9 88F 897 B53-B54 C5C CDC 1ACF-1AF0 1B4E-1B4F 1B7F 1C89-1C8A 208F 209D-209F 20C1-20C4 2427-2429 2B96
 2E60-2E63 31E4-31E5 A7CB-A7CF A7D2 A7D4 A7DA-A7F1 AB6C-AB6D FBC3-FBD2 FD90-FD91 FDC8-FDCE 105C0-105F3 107BB-107BF
 10940-10959 10D40-10D8F 10EC2-10EFC 11380-113E2 116D0-116E3 11B0A-11BF9 11DB0-11DF1 11F5A 1246F 12475-1247F 12550-12686
@@ -95,8 +92,10 @@ _AFTER_UNICODE_15 = regex.compile(
 1CC00-1CEFD 1D127-1D128 1D1EB-1D1FF 1D250-1D281 1D6A6 1DB00-1DB1C 1DF1F-1DF24 1DF2B-1DFFF 1E5D0-1E6FF 1F1AE 1F6D8-1F6D9
 1F777-1F77A 1F7DA-1F7DB 1F7F1-1F7FF 1F8B2-1F8D8 1FA54-1FA57 1FA89-1FA8F 1FABE 1FAC6-1FACD 1FADC-1FADF 1FAE9-1FAEF
 1FAF9-1FAFA 1FBCB-1FBEF 1FBFA 2B73A-2B73F 2B81E 2CEA2-2CEAD 323B0-3FC3F
-""".split()
-    )
+"""
+_AFTER_UNICODE_15 = regex.compile(
+    "["
+    + "".join("-".join(f"\\U{int(end, 16):08X}" for end in item.split("-")) for item in _NEW_CODE_POINTS.split())
     + "]"
 )
 
@@ -191,7 +190,7 @@ _rule(
     r"[\r\n]",
     _DEEPSEEK_LETTERS,
     r"\s?[!-/:-~！-／：-～‘-‟、。]+",  # the original range starts at U+3000: white space, see _CJK_AND_HANGUL
-    r"\s+\Z",
+    r"(?<!\s)\s++\Z",  # \s+$ without trying every start in a run of spaces
     _CJK_AND_HANGUL,
     r"\p{N}+",
 )

@@ -9,21 +9,23 @@ import re
 from collections.abc import Iterable, Iterator
 
 # Texts that llama.cpp takes for the end of an answer, whatever the file's eos id is.
-_END_TEXTS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> "
-    "_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
-)
+_END_TEXTS = """
+<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT>
+[EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[
+"""
+_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 # Fill-in-the-middle tokens that end an answer: padding, repository and file separators.
 _FIM_END_TEXTS = (
     ("tokenizer.ggml.fim_pad_token_id", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
     ("tokenizer.ggml.fim_rep_token_id", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
     ("tokenizer.ggml.fim_sep_token_id", ("<|file_sep|>",)),
 )
-_CONTROL_TEXTS = frozenset(
-    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> <|fim_suffix|> "
-    "<fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> "
-    "<fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>".split()
-)
+# Fill-in-the-middle tokens that llama.cpp takes for control tokens, whatever type the file gives them.
+_CONTROL_TEXTS = """
+<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> <|fim_suffix|> <fim-suffix>
+<fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID>
+▁<MID> <|code_middle|> <|middle|>
+"""
 _ALWAYS_TEXT = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # harmony: part of the answer's text
 
 
@@ -42,8 +44,8 @@ def end_of_generation(token_ids: dict[str, int], named_ids: dict[str, int]) -> t
     Returns:
         (ids that end an answer, ids that are control tokens by their text, ids that are text whatever the file says)
     """
-    ends = set(find_ids(token_ids, _END_TEXTS))
-    control = set(ends) | set(find_ids(token_ids, _CONTROL_TEXTS))
+    ends = set(find_ids(token_ids, _END_TEXTS.split()))
+    control = set(ends) | set(find_ids(token_ids, _CONTROL_TEXTS.split()))
     for key, texts in _FIM_END_TEXTS:
         found = [named_ids[key]] if key in named_ids else find_ids(token_ids, texts)[:1]
         ends.update(found)
@@ -62,9 +64,6 @@ def end_of_generation(token_ids: dict[str, int], named_ids: dict[str, int]) -> t
         ends.discard(token_ids["</s>"])
         text.add(token_ids["</s>"])
     return ends, control - text, text
-
-
-_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 class SpecialSplitter:

@@ -143,7 +143,7 @@ class Tokenizer:
         return data[1:] if self.add_space_prefix and data[:1] == b" " else data
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, control tokens included.
+        """The bytes of one token, control tokens included; none for a token that the file calls unused.
 
         Raises:
             TokenizerError: the id is outside of the vocabulary.
@@ -164,10 +164,12 @@ class Tokenizer:
         kind = self._types[token_id]
         if kind == BYTE:
             return bytes([int(text[3:5], 16)])
-        if self._is_bpe and kind == NORMAL:
-            return decode_byte_alphabet(text)
-        if not self._is_bpe and kind not in (CONTROL, UNKNOWN, USER_DEFINED):
+        if kind == NORMAL:
+            if self._is_bpe:
+                return decode_byte_alphabet(text)
             text = text.replace(SPACE, " ")
+        elif kind not in (CONTROL, UNKNOWN, USER_DEFINED):
+            return b""  # padding of the vocabulary, such as <unused7>
         return text.encode("utf-8", "surrogateescape")
 
     def token_text(self, token_id: int) -> str:

@@ -17,10 +17,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _SUPPORTED = "'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
 _RAW_UTF8_PRE = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")
-_ID_KEYS = tuple(
-    f"tokenizer.ggml.{name}_token_id"
-    for name in "bos eos eot eom unknown seperator padding mask fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep".split()
-)
+_ID_NAMES = "bos eos eot eom unknown seperator padding mask fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep"
+_ID_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in _ID_NAMES.split())
 _SPM_DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
