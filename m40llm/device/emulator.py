@@ -150,12 +150,13 @@ class EmulatorDevice:
         return self._total - sum(buffer.nbytes for buffer, _ in self._live.values()), self._total
 
     def upload(self, dst: DeviceMemory, src: npt.NDArray[Any], offset: int = 0, stream: Any = None) -> None:
+        if self._capturing:
+            raise DeviceError("upload() reads host memory at once, which a capture cannot repeat")
         data = contiguous_bytes(src)
         target = check_range(self, dst, offset, data.nbytes).ptr
         self.counters.h2d_copies += 1
         self.counters.h2d_bytes += data.nbytes
-        kept = data.copy() if self._capturing else data
-        self._enqueue(lambda: _move(target, kept.ctypes.data, kept.nbytes))
+        _move(target, data.ctypes.data, data.nbytes)
 
     def download(
         self, src: DeviceMemory, shape: Sequence[int], dtype: npt.DTypeLike, offset: int = 0, stream: Any = None

@@ -39,6 +39,7 @@ _COMMON_FLAGS = (
     "-fno-gnu-unique",  # else dlopen would merge variables of different modules
     "-fno-threadsafe-statics",
     "-fno-strict-aliasing",  # kernels reinterpret memory, as nvcc allows
+    "-fstack-clash-protection",  # a large frame must touch the guard page, not jump over it
     "-fno-math-errno",
     "-ffp-contract=fast",  # nvcc fuses multiply-add too
     "-Wall",
