@@ -207,7 +207,7 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         for flag, value, low, high in (
-            ("--threads", self.threads, 1, 1024),
+            ("--threads", self.threads, 1, 256),
             ("--ctx", self.ctx, 1, 1 << 24),
             ("--slots", self.slots, 1, 1024),
             ("--token-budget", self.token_budget, 1, 1 << 16),

@@ -224,4 +224,8 @@ def test_quantize(tiny: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "--force replaces it" in failed(capsys, "quantize", str(tiny), str(out), "--type", "q8_0")
     assert run(["quantize", str(tiny), str(out), "--type", "f16", "--force"]) == 0
     capsys.readouterr()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "not a regular file" in failed(capsys, "quantize", str(tiny), str(pipe), "--type", "f16", "--force")
+    assert pipe.is_fifo()
     assert "folder does not exist" in failed(capsys, "quantize", str(tiny), str(tmp_path / "no" / "x"), "--type", "f16")

@@ -95,6 +95,8 @@ def quantize_file(
 def _check_destination(destination: Path, sources: tuple[str, ...]) -> None:
     if destination.is_dir():
         raise GGUFError(destination, "the output is a directory", "Give a file name in it")
+    if destination.exists() and not destination.is_file():  # the final rename would replace a device node or a pipe
+        raise GGUFError(destination, "the output is not a regular file", "Give another file name")
     if not destination.parent.is_dir():
         raise GGUFError(destination, "the output's folder does not exist", "Create it first")
     if destination.exists() and any(os.path.samefile(destination, source) for source in sources):
