@@ -1,0 +1,2 @@
+// RMSNorm with ordinary loads; see norm.cuh.
+#include "norm.cuh"

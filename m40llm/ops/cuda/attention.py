@@ -1,0 +1,187 @@
+"""Launchers of kernels/attention_decode.cu (or attention_decode_ldg.cu) and kernels/attention_prefill.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from m40llm.device.protocol import Device
+from m40llm.kv.layout import KVLayout
+from m40llm.ops.cuda.rope import layer_of
+from m40llm.ops.cuda.tensor import DeviceTensor
+from m40llm.ops.protocol import KVCache
+
+HEAD_SIZES = (64, 128, 256)
+_DECODE_THREADS = 128
+_HEADS_PER_BLOCK = (1, 4, 8)  # instances of the decode kernel
+_KEYS_PER_SHARE = 128  # DECODE_SHARE in attention_decode.cuh
+# Two blocks for each of a Tesla M40's 24 multiprocessors, twice: short sequences leave some of them without work.
+_TARGET_BLOCKS = 96
+_PREFILL_THREADS = 128
+_PREFILL_ROWS = {64: 64, 128: 32, 256: 32}  # query rows (tokens x heads of a group) of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The plan's view of a step: cu_seqlens_q (S+1,), kv_lens (S,), slots (S,), all int32 on the device."""
+
+    cu_seqlens_q: DeviceTensor
+    kv_lens: DeviceTensor
+    slots: DeviceTensor
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Partial results of split keys: `out` (floats,) and `stats` (pairs, 2), both float32."""
+
+    out: DeviceTensor
+    stats: DeviceTensor
+
+
+def check_heads(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    """Raises ValueError for attention that no kernel computes."""
+    if head_dim not in HEAD_SIZES:
+        known = ", ".join(map(str, HEAD_SIZES))
+        raise ValueError(f"the CUDA attention kernels are made for heads of {known}, not {head_dim}; use --device cpu")
+    if n_heads % n_kv_heads or n_heads // n_kv_heads > _PREFILL_ROWS[head_dim]:
+        raise ValueError(
+            f"{n_heads} query heads over {n_kv_heads} KV heads: the CUDA attention kernels take whole groups of at most "
+            f"{_PREFILL_ROWS[head_dim]}; use --device cpu"
+        )
+
+
+def splits_for(segments: int, kv_heads: int, group: int, context: int) -> int:
+    """How many blocks share the keys of one KV head (grid.y of the decode kernel)."""
+    head_blocks = -(-group // _heads_per_block(group))
+    wanted = -(-_TARGET_BLOCKS // (segments * kv_heads * head_blocks))
+    return max(1, min(wanted, -(-context // _KEYS_PER_SHARE)))
+
+
+def scratch_places(segments: int, n_heads: int, kv_heads: int, context: int) -> int:
+    """Partial results of the step that has most of them, among steps of up to `segments` segments."""
+    group = n_heads // kv_heads
+    return n_heads * max(s * splits_for(s, kv_heads, group, context) for s in range(1, segments + 1))
+
+
+def attention_decode(
+    device: Device,
+    q: DeviceTensor,
+    kv: KVCache,
+    layer: int,
+    segments: Segments,
+    scratch: Scratch,
+    out: DeviceTensor,
+    *,
+    window: int = 0,
+    splits: int | None = None,
+    ldg: bool = False,
+    stream: Any = None,
+) -> None:
+    """out (T, H*HD) = attention of q (T, H*HD) for the segments of one row; rows of other segments stay as they are.
+
+    `window`: positions that a query sees, its own included (0: all). `splits` overrides `splits_for`. `ldg` takes the
+    variant that loads K and V through the read-only cache. One launch, and one more where keys are split.
+
+    Raises:
+        ValueError: another shape or dtype, a head size or group that no kernel computes, too little scratch.
+    """
+    layout = kv.layout
+    n_heads, group = _heads(q, layout)
+    count = len(segments)
+    parts = splits_for(count, layout.n_kv_heads, group, layout.context) if splits is None else splits
+    places = count * n_heads * parts
+    if parts > 1 and (len(scratch.out) < places * layout.head_dim or len(scratch.stats) < places):
+        raise ValueError(f"{places} partial results do not fit into scratch for {len(scratch.stats)}")
+    heads_per_block = _heads_per_block(group)
+    cu, kv_lens, slots = _segments(segments)
+    result = out.require("out", q.shape)
+    args = (
+        q.memory,
+        layer_of(kv.k, layout, layer),
+        layer_of(kv.v, layout, layer),
+        cu,
+        kv_lens,
+        slots,
+        result,
+        scratch.out.memory,
+        scratch.stats.memory,
+        np.int64(layout.slot_stride),
+        np.int32(layout.n_kv_heads),
+        np.int32(group),
+        np.int32(window),
+        np.float32(layout.head_dim**-0.5),
+    )
+    module = "attention_decode_ldg" if ldg else "attention_decode"
+    kernel = device.kernel(module, f"attention_decode_hd{layout.head_dim}_g{heads_per_block}")
+    grid = (layout.n_kv_heads * -(-group // heads_per_block), parts, count)
+    device.launch(kernel, grid, _DECODE_THREADS, args, stream=stream)
+    if parts > 1:
+        sizes = (np.int32(parts), np.int32(window))
+        args2 = (cu, kv_lens, scratch.out.memory, scratch.stats.memory, result, *sizes)
+        combine = device.kernel(module, "attention_combine_f32")
+        device.launch(combine, (n_heads, count), layout.head_dim, args2, stream=stream)
+
+
+def attention_prefill(
+    device: Device,
+    q: DeviceTensor,
+    kv: KVCache,
+    layer: int,
+    segments: Segments,
+    longest: int,
+    out: DeviceTensor,
+    *,
+    window: int = 0,
+    stream: Any = None,
+) -> None:
+    """out (T, H*HD) = causal attention of q (T, H*HD) for the segments of more than one row; other rows stay as they are.
+
+    `longest`: rows of the longest segment, or more. `window` as for `attention_decode`.
+
+    Raises:
+        ValueError: another shape or dtype, a head size or group that no kernel computes.
+    """
+    layout = kv.layout
+    _, group = _heads(q, layout)
+    tokens = _PREFILL_ROWS[layout.head_dim] // group
+    args = (
+        q.memory,
+        layer_of(kv.k, layout, layer),
+        layer_of(kv.v, layout, layer),
+        *_segments(segments),
+        out.require("out", q.shape),
+        np.int64(layout.slot_stride),
+        np.int32(group),
+        np.int32(window),
+        np.float32(layout.head_dim**-0.5),
+    )
+    kernel = device.kernel("attention_prefill", f"attention_prefill_hd{layout.head_dim}")
+    grid = (-(-longest // tokens), layout.n_kv_heads, len(segments))
+    device.launch(kernel, grid, _PREFILL_THREADS, args, stream=stream)
+
+
+def _heads_per_block(group: int) -> int:
+    return next((n for n in _HEADS_PER_BLOCK if n >= group), _HEADS_PER_BLOCK[-1])
+
+
+def _heads(q: DeviceTensor, layout: KVLayout) -> tuple[int, int]:
+    """(H, query heads of a KV head)."""
+    rows, width = q.shape
+    n_heads = width // layout.head_dim
+    q.require("q", (rows, n_heads * layout.head_dim))
+    check_heads(n_heads, layout.n_kv_heads, layout.head_dim)
+    return n_heads, n_heads // layout.n_kv_heads
+
+
+def _segments(segments: Segments) -> tuple[Any, Any, Any]:
+    count = len(segments)
+    return (
+        segments.cu_seqlens_q.require("cu_seqlens_q", (count + 1,), np.int32),
+        segments.kv_lens.require("kv_lens", (count,), np.int32),
+        segments.slots.require("slots", (count,), np.int32),
+    )
