@@ -155,7 +155,7 @@ def for_arch(arch: str) -> Nvrtc:
         if number in nvrtc.archs:
             return nvrtc
         installed.append(nvrtc)
-    extra = "cuda12" if number < 75 else "cuda13"
+    extra = extra_for(arch)
     if not installed:
         raise DeviceUnavailable("NVRTC is not installed", f"pip install 'm40llm[{extra}]'")
     versions = ", ".join(f"{n.version[0]}.{n.version[1]} (sm_{min(n.archs)} and newer)" for n in installed)
@@ -164,6 +164,11 @@ def for_arch(arch: str) -> Nvrtc:
     raise DeviceUnavailable(
         f"the installed NVRTC {versions} cannot compile for {arch}", f"pip install 'm40llm[{extra}]'"
     )
+
+
+def extra_for(arch: str) -> str:
+    """The extra of this package that supports `arch`; both do from 7.5 on, where the newer one is named."""
+    return "cuda12" if parse_arch(arch) < 75 else "cuda13"
 
 
 def parse_arch(arch: str) -> int:

@@ -6,7 +6,6 @@ is compared with the declaration, on the card as in the emulator.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pcpp
 
 from m40llm.device.errors import DeviceError, LaunchError
 
@@ -89,40 +87,17 @@ class KernelSignature:
         return "".join(p.letter for p in self.parameters)
 
 
-class _Preprocessor(pcpp.Preprocessor):
-    """Expands macros and the project's own headers; leaves system headers and unknown conditions alone."""
-
-    def __init__(self, include_dirs: Sequence[Path], arch: int):
-        super().__init__()
-        self.line_directive = None
-        self.problems: list[str] = []
-        for directory in include_dirs:
-            self.add_path(str(directory))
-        self.define(f"__CUDA_ARCH__ {arch}")
-
-    def on_include_not_found(self, is_malformed: bool, is_system: bool, curdir: str, includepath: str) -> None:
-        if is_malformed or not is_system:
-            self.problems.append(f"header {includepath} not found")
-        raise pcpp.OutputDirective(pcpp.Action.IgnoreAndPassThrough)
-
-    def on_error(self, file: str, line: int, msg: str) -> None:
-        self.problems.append(f"{file}:{line}: {msg}")
-
-
 def parse_kernels(source: Path, include_dirs: Sequence[Path], arch: int = 520) -> dict[str, KernelSignature]:
     """Signatures of every `extern "C" __global__` kernel in `source`, macros expanded, by symbol.
 
     `arch` is the compute capability times ten (520 for sm_52). Raises DeviceError for a source that declares none or uses
     a parameter type that cannot cross a launch (a struct by value, a reference).
     """
-    preprocessor = _Preprocessor(include_dirs, arch)
-    preprocessor.parse(source.read_text(encoding="utf-8"), str(source))
-    expanded = io.StringIO()
-    preprocessor.write(expanded)
-    if preprocessor.problems:
-        raise DeviceError(f"{source.name}: {'; '.join(preprocessor.problems)}")
+    from m40llm.device.preprocess import expand  # not at the top: only who compiles kernels pays for pcpp
+
+    text = expand(source, include_dirs, arch)
     kernels = {}
-    for match in _KERNEL.finditer(expanded.getvalue()):
+    for match in _KERNEL.finditer(text):
         symbol = match["name"]
         bounds = re.match(r"\s*(\d+)", match["bounds"] or "")
         kernels[symbol] = KernelSignature(
