@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from m40llm.device import BufferClosed, Counters, Device, DeviceError, LaunchError, OutOfDeviceMemory
+from m40llm.device.choose import usable_card
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.device.signature import parse_kernels
 
@@ -16,21 +18,38 @@ KERNELS = Path(__file__).parent / "kernels"
 
 
 @pytest.fixture
-def device() -> Iterator[EmulatorDevice]:
-    device = EmulatorDevice("fast", kernel_dir=KERNELS)
+def emulator() -> Iterator[EmulatorDevice]:
+    emulator = EmulatorDevice("fast", kernel_dir=KERNELS)
+    yield emulator
+    emulator.close()
+
+
+def open_card() -> Device:
+    from m40llm.device.cuda import CudaDevice
+
+    return CudaDevice(usable_card(), kernel_dir=KERNELS)
+
+
+def open_emulator() -> Device:
+    return EmulatorDevice("fast", kernel_dir=KERNELS)
+
+
+@pytest.fixture(params=[open_emulator, pytest.param(open_card, marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = request.param()
     yield device
     device.close()
 
 
-def test_the_emulator_is_a_device(device: EmulatorDevice) -> None:
-    as_protocol: Device = device  # checked by mypy
+def test_the_emulator_is_a_device(emulator: EmulatorDevice) -> None:
+    as_protocol: Device = emulator  # checked by mypy
     assert as_protocol.arch == "sm_52"
 
 
 # ---- buffers -----------------------------------------------------------------------------------------------------------
 
 
-def test_buffer_frees_once_and_refuses_use_after_close(device: EmulatorDevice) -> None:
+def test_buffer_frees_once_and_refuses_use_after_close(device: Device) -> None:
     buffer = device.alloc(100, "a")
     pointer = buffer.view(10, 20)
     assert buffer.ptr % 256 == 0
@@ -43,7 +62,7 @@ def test_buffer_frees_once_and_refuses_use_after_close(device: EmulatorDevice) -
             use()
 
 
-def test_views_stay_inside(device: EmulatorDevice) -> None:
+def test_views_stay_inside(device: Device) -> None:
     with device.alloc(100, "a") as buffer:
         view = buffer.view(60)
         assert (view.offset, view.nbytes) == (60, 40)
@@ -73,19 +92,23 @@ def test_memory_is_counted_and_limited() -> None:
         device.alloc(0, "empty")
 
 
-def test_injected_allocation_failure(device: EmulatorDevice) -> None:
-    device.fail_at_allocation = 2
-    with device.alloc(8, "first"):
+def test_injected_allocation_failure(emulator: EmulatorDevice) -> None:
+    emulator.fail_at_allocation = 2
+    with emulator.alloc(8, "first"):
         with pytest.raises(OutOfDeviceMemory):
-            device.alloc(8, "second")
-        with device.alloc(8, "third"):
-            assert device.live_buffers() == ["first", "third"]
+            emulator.alloc(8, "second")
+        with emulator.alloc(8, "third"):
+            assert emulator.live_buffers() == ["first", "third"]
 
 
-def test_copies(device: EmulatorDevice) -> None:
+def test_fresh_memory_is_poisoned(emulator: EmulatorDevice) -> None:
+    with emulator.alloc(200, "a") as a:
+        assert (emulator.download(a, (200,), np.uint8) == 0xFF).all()
+
+
+def test_copies(device: Device) -> None:
     data = np.arange(24, dtype=np.int32).reshape(4, 6)
     with device.alloc(200, "a") as a, device.alloc(200, "b") as b:
-        assert (device.download(a, (200,), np.uint8) == 0xFF).all()  # fresh memory is poisoned
         device.upload(a, data[:, ::2], offset=8)  # strided: made contiguous
         np.testing.assert_array_equal(device.download(a, (4, 3), np.int32, offset=8), data[:, ::2])
         device.copy(b.view(16), a.view(8), 48)
@@ -105,7 +128,7 @@ def test_copies(device: EmulatorDevice) -> None:
 # ---- launches ----------------------------------------------------------------------------------------------------------
 
 
-def test_launch_takes_typed_arguments_only(device: EmulatorDevice) -> None:
+def test_launch_takes_typed_arguments_only(device: Device) -> None:
     kernel = device.kernel("attention", "attn_decode_64")
     other = EmulatorDevice("fast", kernel_dir=KERNELS)
     i32, f32 = np.int32(1), np.float32(1)
@@ -140,7 +163,7 @@ def test_launch_takes_typed_arguments_only(device: EmulatorDevice) -> None:
     assert device.counters.launches == 0
 
 
-def test_kernel_lookup_errors(device: EmulatorDevice) -> None:
+def test_kernel_lookup_errors(device: Device) -> None:
     with pytest.raises(DeviceError, match="no kernel 'nothing'; it has attn_decode_128, attn_decode_64"):
         device.kernel("attention", "nothing")
     with pytest.raises(DeviceError, match="no kernel source"):
@@ -148,25 +171,28 @@ def test_kernel_lookup_errors(device: EmulatorDevice) -> None:
 
 
 @pytest.mark.parametrize("configuration", [(1, 2048, 0), ((1, 70000), 32, 0), (0, 32, 0), (1, 128, 50000)])
-def test_impossible_configurations(device: EmulatorDevice, configuration: tuple) -> None:
+def test_impossible_configurations(device: Device, configuration: tuple) -> None:
     grid, block, shared = configuration
-    with device.alloc(512, "x") as x, pytest.raises(DeviceError, match=r"invalid launch configuration|sm_52 has 49152"):
+    with (
+        device.alloc(512, "x") as x,
+        pytest.raises(DeviceError, match=r"invalid launch configuration|sm_52 has 49152|ok: grid"),
+    ):
         device.launch(device.kernel("planted_bugs", "ok"), grid, block, (x, x, np.int32(1)), shared=shared)
 
 
-def test_parser_and_compiler_agree_on_signatures(device: EmulatorDevice) -> None:
+def test_parser_and_compiler_agree_on_signatures(emulator: EmulatorDevice) -> None:
     """The C++ compiler's view of every parameter equals the parser's, also where macros make the kernels."""
     for module in ("planted_bugs", "attention", "intrinsics", "signatures"):
         parsed = parse_kernels(KERNELS / f"{module}.cu", [KERNELS])
         for symbol, signature in parsed.items():
-            assert device.kernel(module, symbol).handle.letters(symbol) == signature.letters
+            assert emulator.kernel(module, symbol).handle.letters(symbol) == signature.letters
     signature = parse_kernels(KERNELS / "signatures.cu", [KERNELS])["typed_float_64"]
     assert signature.letters == "CPCfdbBhHiIqQBQ"
     assert [p.name for p in signature.parameters[:4]] == ["a", "b", "c", "f"]
     assert signature.max_threads == 64
 
 
-def test_null_pointer_for_an_absent_operand(device: EmulatorDevice) -> None:
+def test_null_pointer_for_an_absent_operand(device: Device) -> None:
     kernel = device.kernel("signatures", "add_optional")
     with device.alloc(16, "x") as x:
         device.upload(x, np.ones(4, np.float32))
@@ -191,9 +217,10 @@ def test_view_limits_what_a_kernel_may_touch() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gemm(device: EmulatorDevice, dtype: type, accumulate: bool) -> None:
+def test_gemm(device: Device, dtype: type, accumulate: bool) -> None:
     rng, (m, n, k) = np.random.default_rng(0), (3, 5, 7)
-    a, b = rng.standard_normal((m, k + 2)).astype(dtype), rng.standard_normal((n, k)).astype(dtype)
+    a: npt.NDArray = rng.standard_normal((m, k + 2)).astype(dtype)
+    b: npt.NDArray = rng.standard_normal((n, k)).astype(dtype)
     c = rng.standard_normal((m, n + 1)).astype(np.float32)
     with device.alloc(a.nbytes, "a") as da, device.alloc(b.nbytes, "b") as db, device.alloc(c.nbytes, "c") as dc:
         for buffer, array in ((da, a), (db, b), (dc, c)):
@@ -209,7 +236,7 @@ def test_gemm(device: EmulatorDevice, dtype: type, accumulate: bool) -> None:
             device.gemm(da, db, dc, m, n, k, dtype=np.int8)
 
 
-def test_graph_replays_what_was_enqueued(device: EmulatorDevice) -> None:
+def test_graph_replays_what_was_enqueued(device: Device) -> None:
     kernel = device.kernel("signatures", "add_optional")
     stream = device.stream()
     with device.alloc(16, "x") as x, device.alloc(16, "y") as y:
@@ -228,7 +255,7 @@ def test_graph_replays_what_was_enqueued(device: EmulatorDevice) -> None:
         graph.close()
 
 
-def test_counters(device: EmulatorDevice) -> None:
+def test_counters(device: Device) -> None:
     event = device.event()
     with device.alloc(64, "a") as a, device.alloc(64, "b") as b:
         device.upload(a, np.ones(16, np.float32))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from m40llm.device.emulator import EmulatorDevice
+from m40llm.device.emulator_build import Mode
 
 KERNELS = Path(__file__).parent / "kernels"
 ORDERS = ("forward", "reverse", "random")
@@ -21,14 +22,14 @@ def run(
     inputs: list[npt.NDArray],
     out_shape: tuple[int, ...],
     out_dtype: type,
-    *scalars,
+    *scalars: np.generic,
 ) -> npt.NDArray:
     """Launches `symbol` on one block of (32, 2) threads with the inputs, an output and scalars."""
     buffers = [device.alloc(max(a.nbytes, 1), f"in{i}") for i, a in enumerate(inputs)]
     for buffer, array in zip(buffers, inputs, strict=True):
         device.upload(buffer, array)
     out = device.alloc(int(np.prod(out_shape)) * np.dtype(out_dtype).itemsize, "out")
-    device.launch(device.kernel("intrinsics", symbol), 1, (32, 2), (*buffers, out, *scalars), shared=256)
+    device.launch(device.kernel("intrinsics", symbol), 1, (32, 2), (*buffers, out, *scalars: np.generic), shared=256)
     result = device.download(out, out_shape, out_dtype)
     for buffer in (*buffers, out):
         buffer.close()
@@ -36,12 +37,12 @@ def run(
 
 
 @pytest.fixture(scope="module", params=["fast", "check"])
-def mode(request: pytest.FixtureRequest) -> str:
+def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_collectives(mode, order: str) -> None:
+def test_collectives(mode: Mode, order: str) -> None:
     x = np.random.default_rng(1).integers(0, 500, 64).astype(np.int32)
     device = EmulatorDevice(mode, kernel_dir=KERNELS, order=order, seed=3)
     y = run(device, "collectives", [x], (12, 64), np.int32, np.int32(x[40]))
@@ -65,7 +66,7 @@ def test_collectives(mode, order: str) -> None:
         np.testing.assert_array_equal(got, want, err_msg=f"row {row}")
 
 
-def test_integers(mode) -> None:
+def test_integers(mode: Mode) -> None:
     rng = np.random.default_rng(2)
     a, b = (rng.integers(0, 2**32, 64, dtype=np.uint32) for _ in range(2))
     a[:3] = 0, 1, 0x80000000
@@ -106,7 +107,7 @@ def fused_inputs() -> tuple[npt.NDArray, npt.NDArray, npt.NDArray]:
     return a, b, c
 
 
-def test_ieee_fma_keeps_subnormals_and_plain_arithmetic_flushes_them(mode) -> None:
+def test_ieee_fma_keeps_subnormals_and_plain_arithmetic_flushes_them(mode: Mode) -> None:
     a, b, c = fused_inputs()
     y = run(EmulatorDevice(mode, kernel_dir=KERNELS), "fused", [a, b, c], (5, 64), np.float32)
     wide = [v.astype(np.longdouble) for v in (a, b, c)]
@@ -128,7 +129,7 @@ def test_ieee_fma_keeps_subnormals_and_plain_arithmetic_flushes_them(mode) -> No
     ).all()  # a kernel that multiplies bit patterns without the IEEE form gets zeros, as on the card
 
 
-def test_loads(mode) -> None:
+def test_loads(mode: Mode) -> None:
     rng = np.random.default_rng(4)
     h = rng.standard_normal(128).astype(np.float16)
     h[:4] = np.float16(6e-8), np.float16(-1e-5), np.float16(65504), np.float16(0)  # half subnormals are float normals
