@@ -213,20 +213,20 @@ def _units(rows: int, quants: NDArray[Any], scales: NDArray[Any], supers: NDArra
     return Units(packed, flat[:, :, main:], scale, top)
 
 
-def _fields(packed: U8, group: int, bits: int) -> U8:
+def _fields(packed: U8, group: int, bits: int) -> NDArray[Any]:
     """(n, m) → (n, m·8/bits): of every `group` bytes first all lowest fields of `bits` bits, then the next (ggml's order)."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     parts = packed.reshape(len(packed), -1, 1, group) >> shifts & np.uint8((1 << bits) - 1)
     return parts.reshape(len(packed), -1)
 
 
-def _nibble_bytes(weights: U8) -> U8:
+def _nibble_bytes(weights: NDArray[Any]) -> NDArray[Any]:
     """(n, 32·m) 4-bit weights → (n·m, 16): byte j holds weights j and j + 16."""
     halves = weights.reshape(-1, 2, 16)
     return halves[:, 0] | halves[:, 1] << 4
 
 
-def _placed(weights: U8, at: tuple[int, ...], bits: int) -> U32:
+def _placed(weights: NDArray[Any], at: tuple[int, ...], bits: int) -> U32:
     """(n, 32) → (n,): the weights numbered `at`, each `bits` higher than the one before."""
     word = weights[:, at[0]].astype(np.uint32)
     for i, k in enumerate(at[1:], 1):
@@ -234,7 +234,7 @@ def _placed(weights: U8, at: tuple[int, ...], bits: int) -> U32:
     return word
 
 
-def _five_bit_words(weights: U8) -> U32:
+def _five_bit_words(weights: NDArray[Any]) -> U32:
     """(n, 32·m) 5-bit weights → (n·m, 5): see Bits5."""
     e = weights.reshape(-1, 32)
     last = _placed(e, (30, 31), 5)
@@ -246,7 +246,7 @@ def _five_bit_words(weights: U8) -> U32:
     return np.stack(words, axis=1)
 
 
-def _six_bit_words(weights: U8) -> U32:
+def _six_bit_words(weights: NDArray[Any]) -> U32:
     """(n, 32·m) 6-bit weights → (n·m, 6): see Bits6."""
     e = weights.reshape(-1, 32)
     words = []
@@ -282,7 +282,7 @@ def _q4_1(blocks: U8, rows: int) -> Units:
     return _units(rows, blocks[:, 4:], blocks[:, :4])
 
 
-def _fifth_bits(blocks: U8, byte: int) -> U8:
+def _fifth_bits(blocks: U8, byte: int) -> NDArray[Any]:
     return np.unpackbits(blocks[:, byte : byte + 4], axis=1, bitorder="little") << 4
 
 
