@@ -3,7 +3,7 @@
 //   argmax_f32  ids (R,) int32: the largest logit's id, the lowest among equals
 //   topk_f32    values (R, k) float32 descending, ids (R, k) int32; equal logits by ascending id
 //
-// A NaN is smaller than everything, -0 equals +0. Grid: (blocks, R); block: 256. A row is cut into chunks, one block each;
+// A NaN counts as -infinity, -0 as +0. Grid: (blocks, R); block: 256. A row is cut into chunks, one block each;
 // the block of a row that finishes last merges the partial results, so each is one launch. `done` (R,) uint32 must be zero
 // at the first launch and is left zero. argmax: any chunk, at most 256 blocks. topk: chunks of 4096, k * blocks <= 4096,
 // k <= V; 32 KB of shared memory.
@@ -17,14 +17,13 @@ constexpr int TOPK_CHUNK = 4096;
 
 // Larger key: larger logit, then lower id. Never 0, which stands for "nothing".
 __device__ __forceinline__ u64 key_of(float logit, int id) {
-  const unsigned bits = __float_as_uint(logit + 0.f);
-  const unsigned ordered = logit != logit ? 0u : bits ^ ((bits >> 31) ? 0xffffffffu : 0x80000000u);
+  const unsigned bits = logit != logit ? 0xff800000u : __float_as_uint(logit + 0.f);
+  const unsigned ordered = bits ^ ((bits >> 31) ? 0xffffffffu : 0x80000000u);
   return ((u64)ordered << 32) | ~(unsigned)id;
 }
 __device__ __forceinline__ int id_of(u64 key) { return (int)~(unsigned)key; }
 __device__ __forceinline__ float logit_of(u64 key) {
   const unsigned ordered = (unsigned)(key >> 32);
-  if (ordered == 0u) return __uint_as_float(0x7fffffffu);
   return __uint_as_float(ordered ^ ((ordered >> 31) ? 0x80000000u : 0xffffffffu));
 }
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }

@@ -38,7 +38,7 @@ def topk_partials(vocab: int, k: int) -> int:
 
 
 def argmax(device: Device, logits: DeviceTensor, ids: DeviceTensor, scratch: ReduceScratch, stream: Any = None) -> None:
-    """ids (R,) int32 = id of the largest of logits (R, V) float32, the lowest among equals; NaN loses to everything.
+    """ids (R,) int32 = id of the largest of logits (R, V) float32, the lowest among equals; NaN counts as -inf.
 
     Raises:
         ValueError: another shape or dtype, too little scratch.
