@@ -29,7 +29,7 @@ def run(
     for buffer, array in zip(buffers, inputs, strict=True):
         device.upload(buffer, array)
     out = device.alloc(int(np.prod(out_shape)) * np.dtype(out_dtype).itemsize, "out")
-    device.launch(device.kernel("intrinsics", symbol), 1, (32, 2), (*buffers, out, *scalars: np.generic), shared=256)
+    device.launch(device.kernel("intrinsics", symbol), 1, (32, 2), (*buffers, out, *scalars), shared=256)
     result = device.download(out, out_shape, out_dtype)
     for buffer in (*buffers, out):
         buffer.close()
