@@ -130,15 +130,31 @@ class PreTokenizer:
         return pieces
 
     def _split(self, text: str) -> list[str]:
-        pieces = [text]
-        for cut in self._cutters:
-            pieces = [part for piece in pieces for part in cut(piece) if part]
+        first, *others = self._cutters
+        pieces = first(text)
+        for cut in others:
+            pieces = [part for piece in pieces for part in cut(piece)]
         return pieces
 
     @cached_property
     def _cutters(self) -> tuple[Callable[[str], list[str]], ...]:
-        # The group makes `split` return matches as well as the text between them.
-        return tuple(regex.compile(f"({step})").split if isinstance(step, str) else step for step in self.passes)
+        return tuple(_cutter(step) if isinstance(step, str) else step for step in self.passes)
+
+
+def _cutter(pattern: str) -> Callable[[str], list[str]]:
+    """Matches of ``pattern`` and the text between them."""
+    with_gaps = regex.compile(f"({pattern})").split
+    matches = regex.compile(pattern).findall
+
+    def cut(piece: str) -> list[str]:
+        return [part for part in with_gaps(piece) if part]
+
+    def cut_all(piece: str) -> list[str]:
+        parts = matches(piece)
+        return parts if sum(map(len, parts)) == len(piece) else cut(piece)
+
+    # A pattern that ends so matches every character as a rule, and then findall has half the work.
+    return cut_all if pattern.endswith(r"|\s+") else cut
 
 
 _DIGIT_THEN_GPT2 = (r"\p{N}", _GPT2)

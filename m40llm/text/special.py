@@ -78,11 +78,12 @@ class SpecialSplitter:
         self._priority = {
             text: n for n, text in enumerate(sorted(texts, key=lambda t: -len(t.encode("utf-8", "replace"))))
         }
+        # Keyed by the first two characters: spaces and "<" start many tokens, but rarely with what follows in a text.
         by_start: dict[str, set[int]] = {}
         for text in texts:
-            by_start.setdefault(text[0], set()).add(len(text))
-        self._lengths = {char: sorted(lengths, reverse=True) for char, lengths in by_start.items()}
-        starts = "".join(map(re.escape, by_start))
+            by_start.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {start: sorted(lengths, reverse=True) for start, lengths in by_start.items()}
+        starts = "".join(map(re.escape, sorted({text[0] for text in texts})))
         self._starts = re.compile(f"[{starts}]") if starts else None
 
     def split(self, text: str) -> Iterator[str | int]:
@@ -97,25 +98,57 @@ class SpecialSplitter:
             yield text[start:]
 
     def _claims(self, text: str) -> list[tuple[int, str]]:
+        """(position, token) in order. The longest token from the left, except where a later one has priority over it."""
         if self._starts is None:
             return []
-        found = []
-        overlap, end = False, 0
+        claims: list[tuple[int, str]] = []
+        resume = 0
         for match in self._starts.finditer(text):
             position = match.start()
-            for length in self._lengths[match[0]]:
-                candidate = text[position : position + length]
-                if candidate in self._ids:
-                    found.append((position, candidate))
-                    overlap |= position < end
-                    end = max(end, position + len(candidate))
-        if not overlap:
-            return found
+            if position < resume:
+                continue
+            token = self._longest(text, position)
+            if not token:
+                continue
+            resume = position + len(token)
+            if self._is_contested(text, position, token):
+                cluster, resume = self._resolve(text, position, resume)
+                claims += cluster
+            else:
+                claims.append((position, token))
+        return claims
+
+    def _longest(self, text: str, position: int) -> str:
+        for length in self._lengths.get(text[position : position + 2], ()):
+            token = text[position : position + length]
+            if token in self._ids:
+                return token
+        return text[position] if text[position] in self._ids else ""
+
+    def _is_contested(self, text: str, position: int, token: str) -> bool:
+        """Whether a token that starts inside of ``token`` claims its place first."""
+        rank = self._priority[token]
+        for inner in range(position + 1, position + len(token)):
+            other = self._longest(text, inner)
+            if other and self._priority[other] < rank and inner + len(other) > position + len(token):
+                return True
+        return False
+
+    def _resolve(self, text: str, position: int, end: int) -> tuple[list[tuple[int, str]], int]:
+        """Claims among the tokens that overlap, one after the other, from ``position`` on; and where they end."""
+        found: list[tuple[int, str]] = []
+        at = position
+        while at < end:
+            lengths = {1, *self._lengths.get(text[at : at + 2], ())}
+            here = [(at, text[at : at + n]) for n in lengths if text[at : at + n] in self._ids and at + n <= len(text)]
+            found += here
+            end = max([end, *(at + len(token) for _, token in here)])
+            at += 1
         claimed: list[tuple[int, str]] = []
-        taken = bytearray(len(text))
-        for position, candidate in sorted(found, key=lambda item: (self._priority[item[1]], item[0])):
-            stop = position + len(candidate)
-            if not (taken[position] or taken[stop - 1] or taken.find(1, position, stop) >= 0):
-                taken[position:stop] = b"\1" * len(candidate)
-                claimed.append((position, candidate))
-        return sorted(claimed)
+        taken = bytearray(end - position)
+        for at, token in sorted(found, key=lambda item: (self._priority[item[1]], item[0])):
+            start, stop = at - position, at - position + len(token)
+            if not any(taken[start:stop]):
+                taken[start:stop] = b"\1" * len(token)
+                claimed.append((at, token))
+        return sorted(claimed), end
