@@ -14,6 +14,7 @@ import pytest
 
 from m40llm.device import DeviceUnavailable
 from m40llm.device.choose import usable_card
+from m40llm.device.cublas import find_library
 from m40llm.device.cuda import CudaDevice, import_cupy
 from m40llm.device.driver import Card
 
@@ -26,6 +27,16 @@ def test_missing_cupy_names_the_extra() -> None:
         import_cupy("sm_52")
     with pytest.raises(DeviceUnavailable, match=r"pip install 'm40llm\[cuda13\]'"):
         CudaDevice(Card(0, "NVIDIA H200", (9, 0), 1 << 37, 132, "0000:01:00.0"))
+
+
+def test_missing_cublas_names_the_extra_and_the_flag() -> None:
+    for major in (12, 13):
+        try:
+            find_library(major)
+        except DeviceUnavailable as error:
+            assert f"cuBLAS {major} is not installed; pip install 'm40llm[cuda{major}]', or use --no-cublas" == str(
+                error
+            )
 
 
 @pytest.fixture
@@ -49,6 +60,21 @@ def test_streams_are_ordered_by_events(card_device: CudaDevice) -> None:
         device.wait(end, second)
         np.testing.assert_array_equal(device.download(x, (4,), np.float32, stream=second), np.full(4, 32))
         assert end.elapsed_ms(start) > 0
+
+
+@pytest.mark.gpu
+def test_a_gemm_can_be_captured(card_device: CudaDevice) -> None:
+    device, stream = card_device, card_device.stream()
+    with device.alloc(64, "a") as a, device.alloc(64, "c") as c:
+        device.upload(a, np.ones((4, 4), np.float32), stream=stream)
+        device.gemm(a, a, c, 4, 4, 4, stream=stream)  # cuBLAS is initialised outside of captures
+        device.fill(c, 0, stream=stream)
+        with device.capture(stream) as graph:
+            device.gemm(a, a, c, 4, 4, 4, accumulate=True, stream=stream)
+        for _ in range(3):
+            device.replay(graph, stream)
+        np.testing.assert_array_equal(device.download(c, (4, 4), np.float32, stream=stream), np.full((4, 4), 12))
+        graph.close()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""A device that is a card, through CuPy. Kernels are our own cubins (nvrtc.py); CuPy gives memory, streams, cuBLAS, graphs."""
+"""A device that is a card, through CuPy. Kernels are our own cubins (nvrtc.py); CuPy gives memory, streams and graphs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from m40llm.device import nvrtc
 from m40llm.device.buffers import DeviceBuffer, DeviceMemory, DevicePointer, as_pointer
+from m40llm.device.cublas import WORKSPACE_BYTES, Cublas
 from m40llm.device.driver import Card
 from m40llm.device.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
 from m40llm.device.nvml import other_compute_processes
@@ -112,10 +113,14 @@ class CudaDevice:
         self._live: dict[int, DeviceBuffer] = {}
         self._modules: dict[str, tuple[nvrtc.Compiled, Any]] = {}
         self._functions: dict[tuple[str, str], Any] = {}
-        self._cublas: tuple[Any, int] | None = None
+        self._cublas: Cublas | None = None
+        self._workspace = 0  # of cuBLAS: not a buffer that the program asked for
         self._capturing = False
-        self._enter()
-        self._default = CudaStream(self, self._cuda.Stream(non_blocking=True))
+        try:
+            self._enter()
+            self._default = CudaStream(self, self._cuda.Stream(non_blocking=True))
+        except self._runtime.CUDARuntimeError as error:
+            raise DeviceUnavailable(f"{card.name} cannot be opened ({error})", "check nvidia-smi") from None
         others = other_compute_processes(card.pci_bus_id)
         if others is None:
             log.info("NVML does not say whether others compute on %s", card.name)
@@ -138,18 +143,21 @@ class CudaDevice:
     def alloc(self, nbytes: int, name: str) -> DeviceBuffer:
         if nbytes < 1:
             raise DeviceError(f"buffer '{name}': {nbytes} bytes")
+        address = self._malloc(nbytes, name)
+        buffer = DeviceBuffer(self, address, nbytes, name, lambda: self._release(address))
+        self._live[address] = buffer
+        self.counters.allocations += 1
+        return buffer
+
+    def _malloc(self, nbytes: int, name: str) -> int:
         self._enter()
         try:
-            address = self._runtime.malloc(nbytes)
+            return int(self._runtime.malloc(nbytes))
         except self._runtime.CUDARuntimeError as error:
             if error.status != _OUT_OF_MEMORY:
                 raise DeviceError(f"allocation of buffer '{name}' failed: {error}") from error
             free, total = self.memory_info()
             raise OutOfDeviceMemory(name, nbytes, free, total) from None
-        buffer = DeviceBuffer(self, address, nbytes, name, lambda: self._release(address))
-        self._live[address] = buffer
-        self.counters.allocations += 1
-        return buffer
 
     def _release(self, address: int) -> None:
         self._enter()
@@ -270,48 +278,24 @@ class CudaDevice:
         pitch_a, pitch_b, pitch_c = lda or k, ldb or k, ldc or n
         pa, pb, pc = check_gemm(self, (a, b, c), (m, n, k), (pitch_a, pitch_b, pitch_c), kind)
         raw = self._stream(stream)
-        cublas, handle = self._open_cublas()
-        alpha, beta = np.float32(1), np.float32(1 if accumulate else 0)
-        scalars = np.array([alpha, beta], np.float32)
-        one, other = scalars.ctypes.data, scalars.ctypes.data + 4
+        cublas = self._open_cublas()
         self.counters.gemms += 1
-        # cuBLAS is column-major: what it sees is C^T (n, m) = B (n, k) @ A^T (k, m), B transposed, A as it lies.
-        operations = cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k
-        with raw:  # CuPy's bindings set the handle's stream to the current one
-            if kind == np.float32:
-                cublas.sgemm(handle, *operations, one, pb.ptr, pitch_b, pa.ptr, pitch_a, other, pc.ptr, pitch_c)
-                return
-            half, single = self._runtime.CUDA_R_16F, self._runtime.CUDA_R_32F
-            cublas.gemmEx(
-                handle,
-                *operations,
-                one,
-                pb.ptr,
-                half,
-                pitch_b,
-                pa.ptr,
-                half,
-                pitch_a,
-                other,
-                pc.ptr,
-                single,
-                pitch_c,
-                cublas.CUBLAS_COMPUTE_32F,
-                cublas.CUBLAS_GEMM_DEFAULT,
-            )
+        cublas.multiply(
+            (m, n, k),
+            (pa.ptr, pb.ptr, pc.ptr),
+            (pitch_a, pitch_b, pitch_c),
+            half=kind == np.float16,
+            accumulate=accumulate,
+            stream=raw.ptr,
+        )
 
-    def _open_cublas(self) -> tuple[Any, int]:
-        """(binding, handle) of cuBLAS, loaded at the first use. Raises DeviceUnavailable if the library is missing."""
+    def _open_cublas(self) -> Cublas:
+        """Created at the first use. Raises DeviceUnavailable if the library is missing."""
         if self._cublas is None:
             if self._capturing:
-                raise DeviceError("cuBLAS allocates its workspace at the first gemm, which a capture does not allow")
-            try:
-                cublas = importlib.import_module("cupy_backends.cuda.libs.cublas")
-            except ImportError:
-                raise DeviceUnavailable(
-                    "cuBLAS is not installed", f"pip install 'm40llm[{nvrtc.extra_for(self.arch)}]' or use --no-cublas"
-                ) from None
-            self._cublas = cublas, cublas.create()
+                raise DeviceError("cuBLAS is initialised by the first gemm, which must run before a capture")
+            self._workspace = self._workspace or self._malloc(WORKSPACE_BYTES, "cuBLAS workspace")
+            self._cublas = Cublas(self._runtime.runtimeGetVersion() // 1000, self._workspace)
         return self._cublas
 
     # ---- streams, events, graphs ---------------------------------------------------------------------------------------
@@ -361,9 +345,11 @@ class CudaDevice:
         if self._live:
             raise DeviceError(f"the device is closed while buffers are open: {', '.join(self.live_buffers())}")
         if self._cublas is not None:
-            cublas, handle = self._cublas
+            self._cublas.close()
             self._cublas = None
-            cublas.destroy(handle)
+        if self._workspace:
+            self._runtime.free(self._workspace)
+            self._workspace = 0
         self._functions.clear()
         self._modules.clear()
 
