@@ -96,13 +96,14 @@ def test_argmax(width, workers):
 
 
 def test_argmax_of_odd_rows(workers):
-    logits = np.full((6, 100), -np.inf, np.float32)
+    logits = np.full((7, 100), -np.inf, np.float32)
     logits[1] = np.nan
     logits[2, ::2], logits[2, 51] = np.nan, -7
     logits[3, 99] = np.inf
     logits[4, [40, 70]] = 1.0, np.nan
     logits[5, :30] = np.nan
-    assert greedy(logits, workers) == [0, 0, 51, 99, 40, 30]
+    logits[6, :60] = np.nan  # the first threads see nothing else
+    assert greedy(logits, workers) == [0, 0, 51, 99, 40, 30, 60]
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)

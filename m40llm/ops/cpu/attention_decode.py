@@ -13,7 +13,7 @@ import numpy as np
 
 from m40llm.ops.cpu.attention_tiles import dot_keys, weigh_values
 from m40llm.ops.cpu.intrinsics import f32, i32, i64, record
-from m40llm.ops.cpu.program import Kernel, aligned_empty, kernel, layout, pointer
+from m40llm.ops.cpu.program import Kernel, kernel, layout, pointer
 from m40llm.ops.cpu.simd import (
     ACCUMULATORS,
     as_f32,
@@ -29,7 +29,7 @@ from m40llm.ops.cpu.simd import (
 
 __all__ = ["attention_decode", "attention_merge", "decode_scratch"]
 
-CHUNK = 128  # keys; small enough that short sequences still occupy all threads
+CHUNK = 64  # keys; small enough that short sequences still occupy all threads
 LOG2E = 1.4426950408889634
 NOTHING = -1.0e30  # a score that weighs nothing, finite so that differences of two are numbers
 HEADER = 16  # floats, or 8 int64 words, at the start of a thread's scratch: the row-head that later threads continue
@@ -63,23 +63,35 @@ MERGE = layout(
 )  # as DECODE's
 
 
-def _part_floats(group: int, head_dim: int) -> int:
-    """Unnormalised output, maxima and sums of the heads that share one KV head, over some keys."""
-    return group * head_dim + 2 * _padded(group)
+@numba.njit(**HELPER)
+def _padded(heads):
+    return (heads + PAD - 1) // PAD * PAD
 
 
-def _padded(group: int) -> int:
-    return -(-group // PAD) * PAD
+@numba.njit(**HELPER)
+def _places(heads, head_dim):
+    """A thread's scratch after the header and the queries, in bytes: scores, factors of a merge, parts, and a part's size.
+
+    A part is the unnormalised output of some heads over some keys, with their maxima and sums of weights. The first is
+    the row at hand (the state), the second a chunk of it; the others are chunks of the unfinished row by other threads.
+    """
+    scores = 4 * (HEADER + heads * head_dim)
+    factors = scores + 4 * heads * CHUNK
+    state = factors + 8 * _padded(heads)
+    return scores, factors, state, 4 * (heads * head_dim + 2 * _padded(heads))
 
 
 def decode_scratch(threads: int, n_heads: int, n_kv_heads: int, head_dim: int, context: int) -> np.ndarray:
-    """Scratch of `attention_decode` and `attention_merge`: (threads, scratch_stride) float32, zeros."""
-    group = n_heads // n_kv_heads
-    floats = HEADER + group * (head_dim + CHUNK) + 2 * _padded(group)
-    floats += (2 + -(-context // CHUNK)) * _part_floats(group, head_dim)
-    scratch = aligned_empty((threads, -(-floats // PAD) * PAD), np.float32)
-    scratch[:] = 0
-    return scratch
+    """Scratch of `attention_decode` and `attention_merge`: (threads, scratch_stride) float32, zeros.
+
+    Pages are committed when they are first used, so a context that is never reached costs nothing.
+    """
+    _, _, state, part = _places(n_heads, head_dim)
+    floats = (state + (2 + -(-context // CHUNK)) * part) // 4
+    stride = -(-floats // PAD) * PAD
+    raw = np.zeros(threads * stride + PAD, np.float32)
+    start = -raw.ctypes.data % 64 // 4
+    return raw[start : start + threads * stride].reshape(threads, stride)
 
 
 def _largest_divisor(n: int, limit: int) -> int:
@@ -89,7 +101,7 @@ def _largest_divisor(n: int, limit: int) -> int:
 @numba.njit(**HELPER)
 def _merge(state, part, factors, group, head_dim):
     """state += part. Both: (group, head_dim) float32 sums, then maxima and sums of weights, padded to 16."""
-    pad = (group + PAD - 1) // PAD * PAD
+    pad = _padded(group)
     maxima = 4 * group * head_dim
     sums = maxima + 4 * pad
     for i in range(0, 4 * pad, 64):
@@ -110,7 +122,7 @@ def _merge(state, part, factors, group, head_dim):
 @numba.njit(**HELPER)
 def _finish(state, out, group, head_dim):
     """out (group, head_dim) = state's sums / sums of weights."""
-    pad = (group + PAD - 1) // PAD * PAD
+    pad = _padded(group)
     sums = f32(state + 4 * (group * head_dim + pad), pad)
     for g in range(group):
         inverse = splat(as_f32(1.0) / sums[g])
@@ -118,11 +130,30 @@ def _finish(state, out, group, head_dim):
             store(out + i, load(state + i) * inverse)
 
 
+@numba.njit(**HELPER)
+def _softmax_line(line, count):
+    """exp2(x - max) of `count` scores in place, further ones up to a multiple of 16 become 0; their maximum and sum."""
+    width = (count + 15) // 16 * 16
+    tail = f32(line, width)
+    for j in range(count, width):
+        tail[j] = NOTHING
+    tops = load(line)
+    for j in range(64, 4 * width, 64):
+        tops = vmax(load(line + j), tops)
+    top = hmax(tops)
+    total = splat(as_f32(0.0))
+    for j in range(0, 4 * width, 64):
+        weight = exp2_v(load(line + j) - splat(top))
+        total = total + weight
+        store(line + j, weight)
+    return top, hsum(total)
+
+
 @functools.cache
 def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
     """The kernel for `group` = H / KH query heads per KV head; `half`: K and V are FP16 bits, otherwise float32.
 
-    Handles the step's segments of one row and leaves the others' output alone. Where a head's keys were split between
+    Handles the step's segments of one row and leaves the others' output alone. Where a row's keys were split between
     threads its output is not complete before `attention_merge` has run (with a barrier in between).
     """
     heads = _largest_divisor(group, 7 if group == 7 else 6)
@@ -130,29 +161,28 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
     vectors = _largest_divisor(head_dim // 16, ACCUMULATORS // heads)
     is_half = int(half)
     itemsize = 2 if half else 4
-    pad = _padded(group)
-    part_bytes = 4 * _part_floats(group, head_dim)
-    scores_at = 4 * (HEADER + group * head_dim)
-    factors_at = scores_at + 4 * group * CHUNK
-    state_at = factors_at + 8 * pad
-    parts_at = state_at + 2 * part_bytes
 
     def body(args, tid, threads):
         a = record(args, DECODE)
         cu, kv_lens, slots = i32(a.cu_seqlens, a.segments + 1), i32(a.kv_lens, a.segments), i32(a.slots, a.segments)
         own = a.scratch + 4 * tid * a.scratch_stride
+        scores_at, factors_at, state_at, part_bytes = _places(a.kv_heads * group, head_dim)
         queries, scores, factors, state = own + 4 * HEADER, own + scores_at, own + factors_at, own + state_at
         unfinished = i64(own, 8)
         unfinished[0] = -1
 
-        items = 0
+        chunks_in_all = 0
         for s in range(a.segments):
             if cu[s + 1] - cu[s] == 1:
                 visible = kv_lens[s] if a.window == 0 else min(kv_lens[s], a.window)
-                items += a.kv_heads * ((visible + CHUNK - 1) // CHUNK)
+                chunks_in_all += (visible + CHUNK - 1) // CHUNK
+        # All heads of a chunk together read memory as one stream; short sequences are split by head instead.
+        together = a.kv_heads if chunks_in_all >= 4 * threads else 1
+        items = chunks_in_all * (a.kv_heads // together)
         begin, end = items * tid // threads, items * (tid + 1) // threads
+        width = together * group  # query heads at once
 
-        item = 0  # of the first chunk of the row-head
+        item = 0  # of the first chunk of a row's heads h to h + together
         scale = splat(as_f32(a.scale * LOG2E))
         for s in range(a.segments):
             if cu[s + 1] - cu[s] != 1:
@@ -160,16 +190,16 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
             n = kv_lens[s]
             first = 0 if a.window == 0 else max(0, n - a.window)
             chunks = (n - first + CHUNK - 1) // CHUNK
-            for h in range(a.kv_heads):
+            for h in range(0, a.kv_heads, together):
                 low, high = max(begin - item, 0), min(end - item, chunks)
                 if low < high:
                     row = (cu[s] * a.kv_heads + h) * (4 * group * head_dim)
-                    for i in range(0, 4 * group * head_dim, 64):
+                    for i in range(0, 4 * width * head_dim, 64):
                         store(queries + i, load(a.q + row + i) * scale)
                     owner = tid
                     while items * owner // threads > item:
                         owner -= 1
-                    parts = a.scratch + 4 * owner * a.scratch_stride + parts_at
+                    parts = a.scratch + 4 * owner * a.scratch_stride + state_at + 2 * part_bytes
                     slot = slots[s] * a.slot_stride + h * (head_dim * itemsize)
                     for c in range(low, high):
                         key = first + c * CHUNK
@@ -177,44 +207,31 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
                         k, v = a.k + slot + key * a.pos_stride, a.v + slot + key * a.pos_stride
                         part = state if c == 0 else (state + part_bytes if owner == tid else parts + c * part_bytes)
                         for j in range(0, count, keys):
-                            for g in range(0, group, heads):
+                            for g in range(0, width, heads):
                                 dot_keys(
-                                    heads, keys, head_dim, is_half, queries + 4 * g * head_dim, k + j * a.pos_stride,
-                                    a.pos_stride, count - j, scores + 4 * (g * CHUNK + j), 4 * CHUNK,
+                                    heads, keys, head_dim, is_half, queries + 4 * g * head_dim,
+                                    k + j * a.pos_stride + g // group * (head_dim * itemsize), a.pos_stride, count - j,
+                                    scores + 4 * (g * CHUNK + j), 4 * CHUNK,
                                 )  # fmt: skip
-                        maxima, sums = (
-                            f32(part + 4 * group * head_dim, pad),
-                            f32(part + 4 * (group * head_dim + pad), pad),
-                        )
-                        for g in range(group):
-                            line = scores + 4 * g * CHUNK
-                            tail = f32(line, CHUNK)
-                            width = (count + 15) // 16 * 16
-                            for j in range(count, width):
-                                tail[j] = NOTHING
-                            tops = load(line)
-                            for j in range(64, 4 * width, 64):
-                                tops = vmax(load(line + j), tops)
-                            top = hmax(tops)
-                            total = splat(as_f32(0.0))
-                            for j in range(0, 4 * width, 64):
-                                weight = exp2_v(load(line + j) - splat(top))
-                                total = total + weight
-                                store(line + j, weight)
-                            maxima[g], sums[g] = top, hsum(total)
-                        for g in range(0, group, heads):
+                        pad = _padded(width)
+                        maxima = f32(part + 4 * width * head_dim, pad)
+                        sums = f32(part + 4 * (width * head_dim + pad), pad)
+                        for g in range(width):
+                            maxima[g], sums[g] = _softmax_line(scores + 4 * g * CHUNK, count)
+                        for g in range(0, width, heads):
+                            at = v + g // group * (head_dim * itemsize)
                             for d in range(0, head_dim, 16 * vectors):
                                 weigh_values(
-                                    heads, vectors, is_half, scores + 4 * g * CHUNK, 4 * CHUNK, v + d * itemsize,
+                                    heads, vectors, is_half, scores + 4 * g * CHUNK, 4 * CHUNK, at + d * itemsize,
                                     a.pos_stride, count, part + 4 * (g * head_dim + d), 4 * head_dim,
                                 )  # fmt: skip
                         if owner == tid and c > 0:
-                            _merge(state, part, factors, group, head_dim)
+                            _merge(state, part, factors, width, head_dim)
                     if owner == tid:
                         if high == chunks:
-                            _finish(state, a.out + row, group, head_dim)
+                            _finish(state, a.out + row, width, head_dim)
                         else:
-                            unfinished[0], unfinished[1], unfinished[2] = row, high, chunks
+                            unfinished[0], unfinished[1], unfinished[2], unfinished[3] = row, high, chunks, width
                 item += chunks
 
     return kernel(decode_layout(np.uint16 if half else np.float32), f"attention_decode[{group}x{head_dim}]")(body)
@@ -223,18 +240,16 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
 @functools.cache
 def attention_merge(group: int, head_dim: int) -> Kernel:
     """Completes the rows whose keys `attention_decode` split between threads."""
-    part_bytes = 4 * _part_floats(group, head_dim)
-    factors_at = 4 * (HEADER + group * (head_dim + CHUNK))
-    state_at = factors_at + 8 * _padded(group)
-    parts_at = state_at + 2 * part_bytes
 
     def body(args, tid, threads):
         a = record(args, MERGE)
         own = a.scratch + 4 * tid * a.scratch_stride
+        _, factors_at, state_at, part_bytes = _places(a.kv_heads * group, head_dim)
         unfinished = i64(own, 8)
         if unfinished[0] >= 0:
+            width = unfinished[3]
             for c in range(unfinished[1], unfinished[2]):
-                _merge(own + state_at, own + parts_at + c * part_bytes, own + factors_at, group, head_dim)
-            _finish(own + state_at, a.out + unfinished[0], group, head_dim)
+                _merge(own + state_at, own + state_at + (2 + c) * part_bytes, own + factors_at, width, head_dim)
+            _finish(own + state_at, a.out + unfinished[0], width, head_dim)
 
     return kernel(MERGE, f"attention_merge[{group}x{head_dim}]")(body)
