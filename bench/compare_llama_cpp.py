@@ -23,7 +23,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from m40llm.cli.errors import CliError
+from m40llm.cli.model_arg import model_argument, resolve_model
 from m40llm.gguf import GGUFFile
+from m40llm.hub import HubError
 from m40llm.text import Tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -268,7 +271,7 @@ def _agreement(samples: dict[str, Samples]) -> str:
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@model_argument
 @click.option("--threads", default=2, type=click.IntRange(1), help="CPU threads of both engines.")
 @click.option("--prompt", default=512, type=click.IntRange(1), help="Prompt tokens, one sequence.")
 @click.option("--decode", default=128, type=click.IntRange(8), help="Decoded tokens after the first.")
@@ -279,7 +282,7 @@ def _agreement(samples: dict[str, Samples]) -> str:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all samples here.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the row for docs/perf_baselines.md to stdout.")
 def main(
-    model: Path,
+    model: str,
     threads: int,
     prompt: int,
     decode: int,
@@ -290,7 +293,7 @@ def main(
     json_path: Path | None,
     as_markdown: bool,
 ) -> None:
-    """Measures MODEL (a GGUF file) with m40llm and with llama.cpp, in turns."""
+    """Measures MODEL (a GGUF file, or an alias as for `m40llm generate`) with m40llm and with llama.cpp, in turns."""
     console = Console(stderr=as_markdown)
     check = subprocess.run([llama_python, "-c", "import llama_cpp"], capture_output=True, text=True, check=False)
     if check.returncode:
@@ -299,7 +302,11 @@ def main(
     load_average = os.getloadavg()[0]
     if load_average > 0.5:
         console.print(f"[yellow]the machine is busy (load average {load_average:.1f}): expect noise[/]")
-    work = Workload(model.resolve(), threads, prompt, decode, tuple(sorted(set(sequences))), batch_prompt)
+    try:
+        path = resolve_model(model)
+    except (HubError, CliError) as error:
+        raise click.ClickException(str(error)) from error
+    work = Workload(path.resolve(), threads, prompt, decode, tuple(sorted(set(sequences))), batch_prompt)
     # No live display: a thread that redraws would take time from the engines.
     progress = Console(stderr=True)
     started = time.perf_counter()
