@@ -112,7 +112,10 @@ class Dot:
         first, second = self.load_splat(x, I32), self.load_splat(self.b.add(x, four), I32)
         if self.isa.vnni:
             name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
-            return tuple(self.call(name, self.ints, s, prepared[0], part) for s, part in zip(sums, (first, second)))  # type: ignore[return-value]
+            hi, lo = (
+                self.call(name, self.ints, s, prepared[0], part) for s, part in zip(sums, (first, second), strict=True)
+            )
+            return hi, lo
         total = self.b.add(sums[0], self._pairs(prepared[0], first))
         return self.b.add(total, self._pairs(prepared[1], second)), sums[1]
 
@@ -148,12 +151,10 @@ class Dot:
         """Replace every byte 0..15 by an entry of a table of 16 bytes."""
         bytes_type = ir.VectorType(I8, 4 * self.lanes)
         index = self.b.bitcast(nibbles, bytes_type)
-        shuffles = {ISA.AVX512VNNI: "llvm.x86.avx512.pshuf.b.512"} if self.lanes == 16 else {}
-        if self.lanes == 8 and self.isa is not ISA.GENERIC:
-            shuffles[self.isa] = "llvm.x86.avx2.pshuf.b"
-        if self.isa in shuffles:
+        if self.isa is not ISA.GENERIC:
+            shuffle = "llvm.x86.avx512.pshuf.b.512" if self.lanes == 16 else "llvm.x86.avx2.pshuf.b"
             entries = ir.Constant(bytes_type, table * (self.lanes // 4))
-            return self.b.bitcast(self.call(shuffles[self.isa], bytes_type, entries, index), self.ints)
+            return self.b.bitcast(self.call(shuffle, bytes_type, entries, index), self.ints)
         found = ir.Constant(bytes_type, [0] * (4 * self.lanes))
         for i, entry in enumerate(table):
             hit = self.b.icmp_unsigned("==", index, ir.Constant(bytes_type, [i] * (4 * self.lanes)))

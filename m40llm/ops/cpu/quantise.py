@@ -4,7 +4,9 @@ x = sx * v with sx = max|x| / (127 * 128 + 63): the error is at most max|x| / 32
 8-bit activations. Rows are packed in tiles of 8, the rest in one tile of 1, 2, 4 or 8 whose last rows may be unused.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -113,7 +115,7 @@ QUANTISE = layout(
 )
 
 
-def _quantiser(split: bool):
+def _quantiser(split: bool) -> Callable[[int, int, int], None]:
     literal = int(split)
 
     def quantise(args, tid, threads):
@@ -210,7 +212,13 @@ class QuantisedRows:
         tiles = self.tiles if quantised else self.floats
         assert tiles is not None
         if quantised not in self._ready:
-            shared = {"x": x, "stride": x.strides[0] // 4, "index": index, "rows": count, "rest": rest_tokens(count)}
+            shared: dict[str, Any] = {
+                "x": x,
+                "stride": x.strides[0] // 4,
+                "index": index,
+                "rows": count,
+                "rest": rest_tokens(count),
+            }
             if quantised:
                 program.add(QUANTISERS[self.isa.vnni], **shared, blocks=k // BLOCK, tiles=tiles)
             else:
