@@ -33,7 +33,9 @@ def topk_partials(vocab: int, k: int) -> int:
     """Partial results of one row in `topk`. ValueError if the kernel cannot select `k` of `vocab`."""
     blocks = -(-vocab // _TOPK_CHUNK)
     if not 1 <= k <= vocab or blocks * k > _TOPK_CHUNK:
-        raise ValueError(f"the {k} best of {vocab} logits: the kernel selects up to {min(vocab, _TOPK_CHUNK // blocks)}")
+        raise ValueError(
+            f"the {k} best of {vocab} logits: the kernel selects up to {min(vocab, _TOPK_CHUNK // blocks)}"
+        )
     return blocks * k
 
 

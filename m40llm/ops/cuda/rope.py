@@ -128,10 +128,15 @@ def _positions(array: DeviceTensor | None, name: str, rows: int) -> DevicePointe
     return None if array is None else array.require(name, (rows,), np.int32)
 
 
+def check_pairs(pairs: int, head_dim: int) -> None:
+    """Raises ValueError for a head that the kernels do not rotate."""
+    if head_dim % _ELEMENTS or pairs % 2 or 2 * pairs > head_dim:
+        raise ValueError(
+            f"RoPE over {pairs} pairs of a head of {head_dim}: the CUDA kernel needs an even number of pairs, at most "
+            f"half of the head, and heads of a multiple of {_ELEMENTS}; use --device cpu"
+        )
+
+
 def _check(table: RopeTable, head_dim: int) -> None:
     table.sin.require("the sine table", table.cos.shape)
-    if head_dim % _ELEMENTS or table.pairs % 2 or 2 * table.pairs > head_dim:
-        raise ValueError(
-            f"RoPE over {table.pairs} pairs of a head of {head_dim}: the kernel needs an even number of pairs, "
-            f"at most half of the head, and heads of a multiple of {_ELEMENTS}"
-        )
+    check_pairs(table.pairs, head_dim)

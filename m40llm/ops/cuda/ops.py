@@ -1,0 +1,336 @@
+"""CudaOps: the Ops protocol on a Device, a card or the emulator. Each op launches kernels; nothing waits but `read_ids`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from m40llm.config import ConfigError, KVDtype, ModelConfig
+from m40llm.device.protocol import Device, Graph
+from m40llm.gguf import GGUFFile, dequantize
+from m40llm.kv.layout import KVLayout
+from m40llm.ops.cuda import attention, embed, norm, pack, project, reduce, rope, tensor
+from m40llm.ops.cuda.pack import CudaMatrix
+from m40llm.ops.cuda.rope import RopeTable
+from m40llm.ops.cuda.tensor import DeviceTensor
+from m40llm.ops.protocol import KVCache, Workspace
+from m40llm.ops.rope_table import rope_tables
+from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
+
+CacheExperiment = Literal["off", "ldg", "ldg_kv"]
+_ALIGN = 256  # of the logits behind the ids
+
+
+def check_model(config: ModelConfig, kv_dtype: KVDtype) -> None:
+    """Raises ConfigError for a model or a KV type that the CUDA kernels cannot run, before anything is loaded."""
+    try:
+        attention.check_heads(config.n_heads, config.n_kv_heads, config.head_dim)
+        rope.check_pairs(config.rope.dim // 2, config.head_dim)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if kv_dtype != "f16":
+        raise ConfigError(
+            f"--kv-dtype {kv_dtype}: the CUDA kernels store keys and values as f16; use it or --device cpu"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Buffers inside ops, sized with the workspace."""
+
+    packed: DeviceTensor  # (total,) i32, the plan's arrays as `plan_offsets` has them
+    offsets: dict[str, int]
+    results: DeviceTensor  # (bytes,) u8: ids, then logits, so that one copy brings both
+    logits_at: int  # byte offset of the logits
+    normed: DeviceTensor  # (R, D) f32 normalised rows whose logits are wanted
+    attention: attention.Scratch
+    argmax: reduce.ReduceScratch
+
+
+class EagerStep:
+    """Launches every kernel anew."""
+
+    def __init__(self, body: Callable[[], None]):
+        self.run = body
+
+
+class GraphStep:
+    """Runs eagerly once, which loads the kernels, then captures, then replays. Owns its graph."""
+
+    def __init__(self, device: Device, body: Callable[[], None]):
+        self._device = device
+        self._body = body
+        self._warm = False
+        self._graph: Graph | None = None
+
+    def run(self) -> None:
+        if not self._warm:
+            self._warm = True
+            self._body()
+            return
+        if self._graph is None:
+            with self._device.capture() as graph:
+                self._body()
+            self._graph = graph
+        self._device.replay(self._graph)
+
+    def close(self) -> None:
+        """Frees the graph; may be called twice."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class CudaOps:
+    """The backend of one session: owns the device and every buffer on it, the weights' included.
+
+    Args:
+        device: closed together with the backend unless `owns_device` is false.
+        decode_graph: capture decode steps (one row per sequence) as CUDA graphs.
+        cache_experiment: "ldg" loads norms, "ldg_kv" loads K and V through the read-only cache.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        decode_graph: bool = False,
+        cache_experiment: CacheExperiment = "off",
+        owns_device: bool = True,
+    ):
+        self._device = device
+        self._decode_graph = decode_graph
+        self._norm_ldg = cache_experiment == "ldg"
+        self._kv_ldg = cache_experiment == "ldg_kv"
+        self._open = ExitStack()
+        if owns_device:
+            self._open.callback(device.close)
+        self._matrices: dict[str, CudaMatrix] = {}
+        self._graphs: weakref.WeakSet[GraphStep] = weakref.WeakSet()
+        # Decode attention of a mixed step runs beside its prefill attention: different rows, different bottlenecks.
+        self._side = device.stream(priority=-1)
+        self._fork, self._join = device.event(), device.event()
+        self._scratch: _Scratch | None = None
+        self._logits: NDArray[np.float32] | None = None
+        extras = "".join((", decode graphs" * decode_graph, f", {cache_experiment}" * (cache_experiment != "off")))
+        self.description = f"{device.name} ({device.arch}{extras})"
+
+    # -- load time -----------------------------------------------------------------------------------
+    def load_matrix(self, file: GGUFFile, name: str) -> CudaMatrix:
+        """A tied embedding and output projection are one matrix."""
+        if name not in self._matrices:
+            matrix = pack.load_matrix(file, name, self._device)
+            self._open.callback(matrix.close)
+            self._matrices[name] = matrix
+        return self._matrices[name]
+
+    load_embedding = load_matrix
+
+    def load_vector(self, file: GGUFFile, name: str) -> DeviceTensor:
+        return self._put(dequantize(file.read_rows(name), file.tensor(name).type).reshape(-1), name)
+
+    def load_rope(self, config: ModelConfig, max_pos: int) -> RopeTable:
+        cos, sin = rope_tables(config.rope, max_pos)
+        return RopeTable(self._put(cos, "RoPE cosine"), self._put(sin, "RoPE sine"), config.rope.interleaved)
+
+    def new_workspace(self, config: ModelConfig, limits: StepLimits) -> Workspace:
+        rows, wanted, vocab = limits.rows, limits.logit_rows, config.vocab_size
+
+        def f32(name: str, *shape: int) -> DeviceTensor:
+            return self._new(shape, np.float32, name)
+
+        offsets = plan_offsets(limits)
+        # the cache may be shorter than the model's context: then fewer partial results are used
+        places = attention.scratch_places(limits.segments, config.n_heads, config.n_kv_heads, config.context_length)
+        logits_at = -(-4 * wanted // _ALIGN) * _ALIGN
+        scratch = _Scratch(
+            packed=self._new((offsets["total"],), np.int32, "plan"),
+            offsets=offsets,
+            results=self._new((logits_at + 4 * wanted * vocab,), np.uint8, "logits"),
+            logits_at=logits_at,
+            normed=f32("normalised rows of the logits", wanted, config.d_model),
+            attention=attention.Scratch(
+                f32("partial attention", places * config.head_dim), f32("partial softmax", places, 2)
+            ),
+            argmax=reduce.ReduceScratch(
+                self._new((wanted * reduce.argmax_blocks(vocab),), np.uint64, "partial argmax"),
+                self._put(np.zeros(wanted, np.uint32), "argmax counters"),
+            ),
+        )
+        self._scratch = scratch
+        return Workspace(
+            plan={name: scratch.packed[offsets[name] : offsets["total"]] for name in PLAN_FIELDS},
+            x=f32("x", rows, config.d_model),
+            h=f32("h", rows, config.d_model),
+            q=f32("q", rows, config.q_width),
+            k=f32("k", rows, config.kv_width),
+            v=f32("v", rows, config.kv_width),
+            attn=f32("attn", rows, config.q_width),
+            act=f32("act", rows, config.d_ff),
+            logits=DeviceTensor.at(scratch.results.memory, (wanted, vocab), np.float32, logits_at),
+            ids=DeviceTensor.at(scratch.results.memory, (wanted,), np.int32),
+        )
+
+    def new_kv(self, layout: KVLayout) -> KVCache:
+        if layout.dtype != "f16":
+            raise ConfigError(f"--kv-dtype {layout.dtype}: the CUDA kernels store keys and values as f16")
+        storage = layout.storage
+        return KVCache(layout, self._new(layout.shape, storage, "K cache"), self._new(layout.shape, storage, "V cache"))
+
+    # -- a step --------------------------------------------------------------------------------------
+    def upload(self, ws: Workspace, plan: StepPlan) -> None:
+        scratch = self._buffers()
+        host = np.zeros(scratch.packed.shape, np.int32)
+        for name in PLAN_FIELDS:
+            values = getattr(plan, name)
+            host[scratch.offsets[name] : scratch.offsets[name] + len(values)] = values
+        self._device.upload(scratch.packed.memory, host)
+        self._logits = None
+
+    def record(self, shape: StepShape, body: Callable[[], None]) -> EagerStep | GraphStep:
+        if not (self._decode_graph and shape.longest == 1):
+            return EagerStep(body)
+        step = GraphStep(self._device, body)
+        self._graphs.add(step)
+        return step
+
+    def read_ids(self, ws: Workspace, rows: int) -> NDArray[np.int32]:
+        """Waits, unless there is nothing to read, and brings the logits along in the same copy."""
+        vocab = ws.logits.shape[1]
+        if not rows:
+            self._logits = np.empty((0, vocab), np.float32)
+            return np.empty(0, np.int32)
+        scratch = self._buffers()
+        data = self._device.download(scratch.results.memory, (scratch.logits_at + 4 * rows * vocab,), np.uint8)
+        self._logits = data[scratch.logits_at :].view(np.float32).reshape(rows, vocab)
+        return data[: 4 * rows].view(np.int32)
+
+    def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
+        if self._logits is None or len(self._logits) != rows:
+            self.read_ids(ws, rows)
+        assert self._logits is not None
+        return self._logits
+
+    # -- inside `record` -----------------------------------------------------------------------------
+    def embed(self, table: CudaMatrix, token_ids: DeviceTensor, x: DeviceTensor) -> None:
+        embed.embed(self._device, table, token_ids, x)
+
+    def rmsnorm(self, x: DeviceTensor, weight: DeviceTensor, eps: float, out: DeviceTensor) -> None:
+        norm.rmsnorm(self._device, x, weight, eps, out, ldg=self._norm_ldg)
+
+    def qkv(
+        self,
+        h: DeviceTensor,
+        weights: tuple[CudaMatrix, CudaMatrix, CudaMatrix],
+        biases: tuple[DeviceTensor | None, ...],
+        q: DeviceTensor,
+        k: DeviceTensor,
+        v: DeviceTensor,
+    ) -> None:
+        project.project(self._device, h, weights, (q, k, v), biases)
+
+    def rope_append(
+        self,
+        q: DeviceTensor,
+        k: DeviceTensor,
+        v: DeviceTensor,
+        rope_table: RopeTable,
+        config: ModelConfig,
+        kv: KVCache,
+        layer: int,
+        ws: Workspace,
+    ) -> None:
+        rows = len(q)
+        positions = rope.Positions(ws.plan["pos"][:rows], ws.plan["row_slot"][:rows])
+        rope.rope_append(self._device, q, k, v, rope_table, positions, kv, layer)
+
+    def attention(
+        self,
+        q: DeviceTensor,
+        kv: KVCache,
+        layer: int,
+        shape: StepShape,
+        config: ModelConfig,
+        ws: Workspace,
+        out: DeviceTensor,
+    ) -> None:
+        device, count, scratch = self._device, shape.segments, self._buffers()
+        segments = attention.Segments(
+            ws.plan["cu_seqlens_q"][: count + 1], ws.plan["kv_lens"][:count], ws.plan["slots"][:count]
+        )
+        if shape.longest == 1:
+            attention.attention_decode(device, q, kv, layer, segments, scratch.attention, out, ldg=self._kv_ldg)
+            return
+        mixed = count > 1  # a single segment is known to be a long one
+        if mixed:
+            device.record(self._fork)
+            device.wait(self._fork, self._side)
+            attention.attention_decode(
+                device, q, kv, layer, segments, scratch.attention, out, ldg=self._kv_ldg, stream=self._side
+            )
+            device.record(self._join, self._side)
+        attention.attention_prefill(device, q, kv, layer, segments, shape.longest, out)
+        if mixed:
+            device.wait(self._join)
+
+    def project(
+        self,
+        h: DeviceTensor,
+        weight: CudaMatrix,
+        out: DeviceTensor,
+        *,
+        bias: DeviceTensor | None = None,
+        add: bool = False,
+    ) -> None:
+        project.project(self._device, h, (weight,), (out,), (bias,), add=add)
+
+    def gate_up_swiglu(self, h: DeviceTensor, gate: CudaMatrix, up: CudaMatrix, out: DeviceTensor) -> None:
+        project.gate_up_swiglu(self._device, h, gate, up, out)
+
+    def logits(
+        self,
+        x: DeviceTensor,
+        norm_weight: DeviceTensor,
+        eps: float,
+        weight: CudaMatrix,
+        ws: Workspace,
+        shape: StepShape,
+    ) -> None:
+        rows, scratch = shape.logit_rows, self._buffers()
+        normed, logits = scratch.normed[:rows], ws.logits[:rows]
+        wanted = ws.plan["logit_rows"][:rows]
+        norm.rmsnorm(self._device, x, norm_weight, eps, normed, rows=wanted, ldg=self._norm_ldg)
+        project.project(self._device, normed, (weight,), (logits,))
+        reduce.argmax(self._device, logits, ws.ids[:rows], scratch.argmax)
+
+    def close(self) -> None:
+        """Frees graphs and buffers and closes the device if it is owned; may be called twice."""
+        for step in list(self._graphs):
+            step.close()
+        self._matrices.clear()
+        self._open.close()
+
+    # -- buffers -------------------------------------------------------------------------------------
+    def _buffers(self) -> _Scratch:
+        if self._scratch is None:
+            raise RuntimeError("a step needs new_workspace() first")
+        return self._scratch
+
+    def _new(self, shape: tuple[int, ...], dtype: DTypeLike, name: str) -> DeviceTensor:
+        buffer, result = tensor.empty(self._device, shape, dtype, name)
+        self._open.enter_context(buffer)
+        return result
+
+    def _put(self, values: NDArray[Any], name: str) -> DeviceTensor:
+        result = self._new(values.shape, values.dtype, name)
+        tensor.upload(self._device, result, values)
+        return result
