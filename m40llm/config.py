@@ -18,6 +18,7 @@ from m40llm.gguf import GGUFFile, TensorType
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 KVDtype = Literal["f16", "f32"]
+CacheExperiment = Literal["off", "ldg", "ldg_kv"]
 
 # Which pairs RoPE rotates is a property of the architecture: llama's converters already permute Q and K for the
 # interleaved form, every other family keeps the half-split (NeoX) one.
@@ -195,6 +196,8 @@ class RuntimeOptions:
 
     `ctx` is the number of positions of each slot (None: the model's own, at most `DEFAULT_CONTEXT`), `slots` how many
     sequences can be in flight, `token_budget` how many rows a step may hold, `threads` CPU threads (None: all cores).
+    On a card: `require_sm52` takes nothing but compute capability 5.2, `decode_graph` replays decode steps as CUDA graphs,
+    `cache_experiment` loads norms ("ldg") or K and V ("ldg_kv") through the read-only cache.
     """
 
     device: Literal["auto", "cpu", "cuda", "emulator"] = "auto"
@@ -204,6 +207,9 @@ class RuntimeOptions:
     slots: int = 1
     kv_dtype: KVDtype = "f16"
     token_budget: int = 512
+    require_sm52: bool = False
+    decode_graph: bool = False
+    cache_experiment: CacheExperiment = "off"
 
     def __post_init__(self) -> None:
         for flag, value, low, high in (

@@ -9,13 +9,14 @@ from os import PathLike
 from types import TracebackType
 
 from m40llm.config import ModelConfig, RuntimeOptions
+from m40llm.device.choose import DeviceChoice, choose_device, open_device
 from m40llm.gguf import GGUFFile
-from m40llm.ops.cpu import CpuOps
+from m40llm.kv import KVLayout
 from m40llm.ops.protocol import Ops
 from m40llm.plan import StepLimits
 from m40llm.session import DecodeSession
 from m40llm.text import ChatTemplate, Tokenizer
-from m40llm.weights import LoadProgress, load_weights
+from m40llm.weights import LoadProgress, check_tensors, load_weights
 
 OnCompile = Callable[[str], None]  # called with a kernel's name before its first-ever compilation
 
@@ -29,6 +30,7 @@ class Model:
     chat_template: ChatTemplate | None
     session: DecodeSession
     device: str  # "cpu", "cuda" or "emulator"
+    device_reason: str  # one line: which device was chosen, and why
     description: str  # one line: device, kernels, KV
     load_s: float
 
@@ -49,8 +51,10 @@ class Model:
 
         Raises:
             GGUFError, ConfigError, TokenizerError: the file or an option is not usable, in one line.
+            DeviceError: the device cannot be had (DeviceUnavailable) or cannot hold the model (OverBudget).
         """
         started = time.perf_counter()
+        choice = choose_device(options.device, require_sm52=options.require_sm52)
         with GGUFFile.open(path) as file:
             config = ModelConfig.from_gguf(file)
             context = options.context_for(config)
@@ -61,7 +65,9 @@ class Model:
                 segments=options.slots,
                 logit_rows=logit_rows or options.slots,
             )
-            ops: Ops = CpuOps(threads=options.threads, isa=options.cpu_isa, on_compile=on_compile)
+            layout = KVLayout.for_model(config, options.slots, context, options.kv_dtype)
+            check_tensors(file, config)
+            ops = _open_ops(choice, options, file, config, layout, limits, on_compile)
             try:
                 weights = load_weights(file, config, ops, context, progress)
             except BaseException:
@@ -74,7 +80,8 @@ class Model:
         description = (
             f"{ops.description}, KV {kv.dtype} {kv.n_slots} x {kv.context} tokens ({kv.nbytes / 2**20:.0f} MiB)"
         )
-        return cls(config, tokenizer, template, session, "cpu", description, time.perf_counter() - started)
+        load_s = time.perf_counter() - started
+        return cls(config, tokenizer, template, session, choice.kind, choice.reason, description, load_s)
 
     def close(self) -> None:
         """Releases the session; may be called twice."""
@@ -87,3 +94,29 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _open_ops(
+    choice: DeviceChoice,
+    options: RuntimeOptions,
+    file: GGUFFile,
+    config: ModelConfig,
+    layout: KVLayout,
+    limits: StepLimits,
+    on_compile: OnCompile | None,
+) -> Ops:
+    """The backend for the chosen device. What it cannot run is refused here, before the weights are read."""
+    if choice.kind == "cpu":
+        from m40llm.ops.cpu import CpuOps  # Numba takes a second to import; the other backends do without
+
+        return CpuOps(threads=options.threads, isa=options.cpu_isa, on_compile=on_compile)
+    from m40llm.ops.cuda import CudaOps, check_model, memory_plan
+
+    check_model(config, options.kv_dtype)
+    device = open_device(choice)
+    try:
+        memory_plan(file, config, layout, limits).check(device.memory_info()[0])
+        return CudaOps(device, decode_graph=options.decode_graph, cache_experiment=options.cache_experiment)
+    except BaseException:
+        device.close()
+        raise

@@ -33,7 +33,9 @@ def report(err: Exception, *, debug: bool) -> int:
     if isinstance(err, OSError):
         _discard_stdout(flush=True)
     print(f"error: {one_line(_message(err))}", file=sys.stderr)
-    return 1
+    from m40llm.device.errors import DeviceUnavailable  # not at the top: no command needs it until something fails
+
+    return 2 if isinstance(err, DeviceUnavailable) else 1  # a device that is not there was the wrong flag
 
 
 def _report_usage(err: click.UsageError) -> int:

@@ -36,6 +36,7 @@ def open_engine(path: Path, options: RuntimeOptions) -> Iterator[Engine]:
 
     with StageBar("loading", unit="bytes") as bar:
         engine = Engine.load(path, options, progress=bar.update, on_compile=compile_notice())
+    print(f"device: {engine.model.device_reason}", file=sys.stderr)
     with engine:
         yield engine
 
@@ -47,5 +48,6 @@ def open_model(path: Path, options: RuntimeOptions, *, logit_rows: int) -> Itera
 
     with StageBar("loading", unit="bytes") as bar:
         model = Model.open(path, options, logit_rows=logit_rows, progress=bar.update, on_compile=compile_notice())
+    print(f"device: {model.device_reason}", file=sys.stderr)
     with model:
         yield model

@@ -34,12 +34,35 @@ _RUNTIME = (
     ),
     click.option(
         "--device",
-        type=click.Choice(["auto", "cpu"]),
+        type=click.Choice(["auto", "cuda", "cpu", "emulator"]),
         default="auto",
         envvar="M40LLM_DEVICE",
         show_envvar=True,
         show_default=True,
-        help="Where to compute.",
+        help="Where to compute; auto: a usable card, else the CPU. The emulator runs the CUDA kernels on the CPU, slowly.",
+    ),
+    click.option(
+        "--require-sm52",
+        is_flag=True,
+        envvar="M40LLM_REQUIRE_SM52",
+        show_envvar=True,
+        help="Refuse every card but one of compute capability 5.2 (Tesla M40).",
+    ),
+    click.option(
+        "--decode-graph/--no-decode-graph",
+        default=False,
+        envvar="M40LLM_DECODE_GRAPH",
+        show_envvar=True,
+        help="Replay decode steps as CUDA graphs.",
+    ),
+    click.option(
+        "--cache-experiment",
+        type=click.Choice(["off", "ldg", "ldg_kv"]),
+        default="off",
+        envvar="M40LLM_CACHE_EXPERIMENT",
+        show_envvar=True,
+        show_default=True,
+        help="Load norms (ldg) or K and V (ldg_kv) through the card's read-only cache.",
     ),
     click.option(
         "--cpu-isa",
@@ -98,7 +121,8 @@ def runtime_from(flags: dict[str, Any]) -> RuntimeOptions:
     """Takes the runtime flags out of `flags`. Raises click.UsageError for a value out of range."""
     from m40llm.config import ConfigError, RuntimeOptions
 
-    names = ("threads", "ctx", "kv_dtype", "device", "cpu_isa", "token_budget")
+    on_card = ("require_sm52", "decode_graph", "cache_experiment")
+    names = ("threads", "ctx", "kv_dtype", "device", "cpu_isa", "token_budget", *on_card)
     try:
         return RuntimeOptions(**{name: flags.pop(name) for name in names})
     except ConfigError as err:

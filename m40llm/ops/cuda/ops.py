@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from m40llm.config import ConfigError, KVDtype, ModelConfig
+from m40llm.config import CacheExperiment, ConfigError, KVDtype, ModelConfig
 from m40llm.device.protocol import Device, Graph
 from m40llm.gguf import GGUFFile, dequantize
 from m40llm.kv.layout import KVLayout
@@ -23,7 +23,6 @@ from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.ops.rope_table import rope_tables
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
 
-CacheExperiment = Literal["off", "ldg", "ldg_kv"]
 _ALIGN = 256  # of the logits behind the ids
 
 
