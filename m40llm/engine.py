@@ -105,13 +105,15 @@ class Engine:
         room = self.context - n
         if room < 1:
             raise RequestError(
-                f"the prompt has {n} tokens but the context holds {self.context}, with room for an answer; shorten the prompt or raise --ctx"
+                f"the prompt has {n} tokens, but the context of {self.context} must also have room for an answer; "
+                "shorten the prompt or raise --ctx"
             )
         if params.max_tokens is None:
             return room
         if params.max_tokens > room:
             raise RequestError(
-                f"prompt ({n} tokens) + max_tokens ({params.max_tokens}) exceed the context of {self.context}; lower max_tokens or raise --ctx"
+                f"prompt ({n} tokens) + max_tokens ({params.max_tokens}) exceed the context of {self.context}; "
+                "lower max_tokens or raise --ctx"
             )
         return params.max_tokens
 

@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `start .. start+len(token_ids)` of the sequence in KV slot `slot`; `want` names the local rows whose logits are needed."""
+    """Tokens `start .. start+len(token_ids)` of the sequence in KV slot `slot`; `want`: the local rows that need logits."""
 
     slot: int
     start: int
@@ -66,7 +66,8 @@ class StepPlan:
         ids: list[int] = []
         pos: list[int] = []
         row_slot: list[int] = []
-        cu, want = [0], []
+        cu: list[int] = [0]
+        want: list[int] = []
         for s in segments:
             n = len(s.token_ids)
             want.extend(cu[-1] + w for w in s.want)

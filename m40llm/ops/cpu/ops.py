@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -281,7 +282,7 @@ class CpuOps:
             "scale": 1.0 / math.sqrt(config.head_dim),
         }
 
-        def strided(buffer: NDArray[np.float32]) -> dict[str, object]:
+        def strided(buffer: NDArray[np.float32]) -> dict[str, Any]:
             return {"scratch": buffer, "scratch_stride": buffer.shape[1]}
 
         if shape.longest > 1:
