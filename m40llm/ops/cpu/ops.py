@@ -15,6 +15,7 @@ from m40llm.config import ConfigError, ModelConfig
 from m40llm.gguf import GGUFFile, TensorType, dequantize
 from m40llm.kv import KVLayout
 from m40llm.ops.cpu import elementwise
+from m40llm.ops.cpu.arena import Arena
 from m40llm.ops.cpu.attention_decode import attention_decode, attention_merge, decode_scratch
 from m40llm.ops.cpu.attention_prefill import attention_prefill, prefill_scratch
 from m40llm.ops.cpu.embed import embed
@@ -94,6 +95,7 @@ class CpuOps:
             raise ConfigError(f"--cpu-isa: {error}") from error
         self._on_compile = on_compile
         self._workers = Workers(threads or available_threads())
+        self._weights = Arena()
         self._program: Program | None = None
         self._scratch: _Scratch | None = None
         self._up: NDArray[np.float32] | None = None  # only for models whose gate and up have different types
@@ -105,7 +107,13 @@ class CpuOps:
         info = file.tensor(name)
         n, k = info.shape
         return pack_matrix(
-            lambda start, stop: file.read_rows(name, start, stop), info.type, n, k, self._workers, self._on_compile
+            lambda start, stop: file.read_rows(name, start, stop),
+            info.type,
+            n,
+            k,
+            self._workers,
+            self._on_compile,
+            self._weights.empty,
         )
 
     def load_embedding(self, file: GGUFFile, name: str) -> EmbeddingTable:

@@ -126,11 +126,13 @@ def pack_matrix(
     k: int,
     workers: Workers,
     on_compile: Callable[[str], None] | None = None,
+    empty: Callable[[tuple[int, int], type], np.ndarray] = aligned_empty,
 ) -> PackedMatrix:
     """Pack an (n, k) matrix.
 
     read_rows(start, stop) returns those rows as uint8 (stop - start, row bytes), C-contiguous; it is asked for slices of
-    a few MB. Raises ValueError for an unsupported type and for a k that is no multiple of the type's block.
+    a few MB. empty(shape, dtype) allocates the result, on 64-byte boundaries.
+    Raises ValueError for an unsupported type and for a k that is no multiple of the type's block.
     """
     if tensor_type not in BLOCKS:
         raise ValueError(f"tensor type {tensor_type.name} has no projection kernel")
@@ -138,8 +140,8 @@ def pack_matrix(
     form = FORMATS.get(tensor_type)
     groups = -(-n // ROWS)
     quants_bytes, scales_bytes = form.group_bytes(k) if form else (ROWS * k * FLOATS[tensor_type], 0)
-    quants = aligned_empty((groups, quants_bytes), np.uint8)
-    scales = aligned_empty((groups, scales_bytes), np.uint8)
+    quants = empty((groups, quants_bytes), np.uint8)
+    scales = empty((groups, scales_bytes), np.uint8)
     if n % ROWS:
         quants[-1:], scales[-1:] = 0, 0
     step = max(1, SLICE_BYTES // (ROWS * row_bytes)) * ROWS
