@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import reference
-import tolerances
 
 from m40llm.config import RopeConfig
 from m40llm.ops.cpu.attention_decode import attention_decode, attention_merge, decode_scratch
 from m40llm.ops.cpu.attention_prefill import attention_prefill, prefill_scratch
 from m40llm.ops.cpu.program import Program, Workers
 from m40llm.ops.cpu.rope import rope_append, rope_frequencies, rope_tables
+from tests import reference, tolerances
 
 # (H, KH, HD, storage): groups 1, 3, 6 and 8; heads of 64, 128, 256 and of the tiny models' 16
 SHAPES = [(2, 2, 256, "f16"), (9, 3, 64, "f16"), (6, 2, 64, "f32"), (12, 2, 128, "f16"), (16, 2, 16, "f16")]

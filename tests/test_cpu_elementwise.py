@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import reference
-import tolerances
-from tiny_gguf import random_blocks
 
 from m40llm.gguf import BLOCKS, TensorType, dequantize
 from m40llm.ops.cpu.attention_tiles import transpose
@@ -15,6 +12,8 @@ from m40llm.ops.cpu.embed import embed
 from m40llm.ops.cpu.intrinsics import record
 from m40llm.ops.cpu.program import Program, Workers, kernel, layout, pointer
 from m40llm.ops.cpu.simd import exp2_v, exp_v, hsum, load, splat, store
+from tests import reference, tolerances
+from tests.tiny_gguf import random_blocks
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

@@ -32,7 +32,7 @@ __all__ = ["attention_decode", "attention_merge", "decode_scratch"]
 CHUNK = 64  # keys; small enough that short sequences still occupy all threads
 LOG2E = 1.4426950408889634
 NOTHING = -1.0e30  # a score that weighs nothing, finite so that differences of two are numbers
-HEADER = 16  # floats, or 8 int64 words, at the start of a thread's scratch: the row-head that later threads continue
+HEADER = 32  # floats at the start of a thread's scratch: the row that later threads continue (int64), a sink for _fetch
 PAD = 16
 HELPER = {"_nrt": False, "error_model": "numpy", "boundscheck": False}
 
@@ -149,6 +149,20 @@ def _softmax_line(line, count):
     return top, hsum(total)
 
 
+@numba.njit(**HELPER)
+def _fetch(address, size):
+    """Brings a range into the cache; the result only keeps the loads alive.
+
+    The processor's prefetchers follow this stream, but not the order in which dot products visit rows: without it attention
+    over a cold cache takes 1.4 times as long, and prefetch instructions do not help.
+    """
+    a = b = c = d = splat(as_f32(0.0))
+    for i in range(address, address + size // 256 * 256, 256):
+        a, b = vmax(load(i), a), vmax(load(i + 64), b)
+        c, d = vmax(load(i + 128), c), vmax(load(i + 192), d)
+    return vmax(vmax(a, b), vmax(c, d))
+
+
 @functools.cache
 def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
     """The kernel for `group` = H / KH query heads per KV head; `half`: K and V are FP16 bits, otherwise float32.
@@ -206,6 +220,8 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
                         count = min(CHUNK, n - key)
                         k, v = a.k + slot + key * a.pos_stride, a.v + slot + key * a.pos_stride
                         part = state if c == 0 else (state + part_bytes if owner == tid else parts + c * part_bytes)
+                        if together == a.kv_heads:
+                            store(own + 64, vmax(_fetch(k, count * a.pos_stride), _fetch(v, count * a.pos_stride)))
                         for j in range(0, count, keys):
                             for g in range(0, width, heads):
                                 dot_keys(
