@@ -4,7 +4,9 @@ A model is hundreds of matrices, most of them too small for large pages on their
 tenth of the memory's speed and more (page walks, and prefetching that stops at every page).
 """
 
+import contextlib
 import mmap
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +26,14 @@ class Arena:
         self._chunk_bytes = chunk_bytes
         self._rest = np.empty(0, np.uint8)
 
-    def empty(self, shape: tuple[int, ...]) -> np.ndarray:
-        """A uint8 array of zeros, C-contiguous, its address a multiple of 64. Raises MemoryError."""
-        size = int(np.prod(shape, dtype=np.int64))
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
+        """A C-contiguous array whose address is a multiple of 64, in the order of the calls. Raises MemoryError."""
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         taken = -(-size // ALIGNMENT) * ALIGNMENT
         if taken > len(self._rest):
-            mapping = self._map(max(taken, self._chunk_bytes))
-            if taken > self._chunk_bytes // 2 and len(self._rest) > len(mapping) - taken:
-                return mapping[:size].reshape(shape)  # keep what is left of the current chunk for smaller ones
-            self._rest = mapping
+            self._rest = self._map(max(taken, self._chunk_bytes))
         array, self._rest = self._rest[:size], self._rest[taken:]
-        return array.reshape(shape)
+        return array.view(dtype).reshape(shape)
 
     @staticmethod
     def _map(size: int) -> np.ndarray:
@@ -43,10 +42,8 @@ class Arena:
         except OSError as error:
             raise MemoryError(f"no memory for {size / 1e6:.0f} MB of weights: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux; elsewhere the pages stay small
-            try:
+            with contextlib.suppress(OSError):  # a kernel without large pages: nothing is lost but speed
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without large pages: nothing is lost but speed
         raw = np.frombuffer(mapping, np.uint8)
         start = -raw.ctypes.data % LARGE_PAGE
         return raw[start : start + size]

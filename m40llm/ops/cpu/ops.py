@@ -113,7 +113,7 @@ class CpuOps:
             k,
             self._workers,
             self._on_compile,
-            self._weights.empty,
+            self._weights,
         )
 
     def load_embedding(self, file: GGUFFile, name: str) -> EmbeddingTable:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from m40llm.gguf import BLOCKS, TensorType
+from m40llm.ops.cpu.arena import Arena
 from m40llm.ops.cpu.formats import BLOCK, FLOATS, FORMATS, ROWS
 from m40llm.ops.cpu.intrinsics import call4, record, stack, u8, u16, u32
-from m40llm.ops.cpu.program import Program, Workers, aligned_empty, kernel, layout, pointer
+from m40llm.ops.cpu.program import Program, Workers, kernel, layout, pointer
 from m40llm.ops.cpu.unblock import UNBLOCKERS
 
 __all__ = ["PackedMatrix", "ReadRows", "pack_matrix"]
@@ -126,12 +127,12 @@ def pack_matrix(
     k: int,
     workers: Workers,
     on_compile: Callable[[str], None] | None = None,
-    empty: Callable[[tuple[int, int], type], np.ndarray] = aligned_empty,
+    arena: Arena | None = None,
 ) -> PackedMatrix:
     """Pack an (n, k) matrix.
 
     read_rows(start, stop) returns those rows as uint8 (stop - start, row bytes), C-contiguous; it is asked for slices of
-    a few MB. empty(shape, dtype) allocates the result, on 64-byte boundaries.
+    a few MB. arena: where the result is allocated (None: an own one).
     Raises ValueError for an unsupported type and for a k that is no multiple of the type's block.
     """
     if tensor_type not in BLOCKS:
@@ -140,8 +141,9 @@ def pack_matrix(
     form = FORMATS.get(tensor_type)
     groups = -(-n // ROWS)
     quants_bytes, scales_bytes = form.group_bytes(k) if form else (ROWS * k * FLOATS[tensor_type], 0)
-    quants = empty((groups, quants_bytes), np.uint8)
-    scales = empty((groups, scales_bytes), np.uint8)
+    arena = arena or Arena()
+    quants = arena.empty((groups, quants_bytes))
+    scales = arena.empty((groups, scales_bytes))
     if n % ROWS:
         quants[-1:], scales[-1:] = 0, 0
     step = max(1, SLICE_BYTES // (ROWS * row_bytes)) * ROWS
