@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from m40llm.gguf import BLOCKS, TensorType, dequantize
+from m40llm.ops.cpu.arena import Arena
 from m40llm.ops.cpu.formats import FLOATS, FORMATS
 from m40llm.ops.cpu.isa import ISA, IsaError, choose_isa, supported_isas
 from m40llm.ops.cpu.packing import PackedMatrix, pack_matrix
@@ -235,3 +236,13 @@ def test_wrong_shapes_are_refused(workers):
         pack(raw, TensorType.Q8_0, 95, workers)
     with pytest.raises(ValueError, match="rows 0 to 16 came as"):
         pack_matrix(lambda start, stop: raw[:3], TensorType.Q8_0, 16, 96, workers)
+
+
+def test_matrices_packed_into_an_arena(workers):
+    """Also across the end of a chunk, and for a matrix larger than one."""
+    rng, arena = np.random.default_rng(7), Arena(chunk_bytes=40_000)
+    for n in (16, 100, 576, 48, 16):
+        raw, x = random_weights(TensorType.Q4_1, n, 96, rng), rng.standard_normal((2, 96)).astype(np.float32)
+        matrix = pack_matrix(lambda a, b, raw=raw: raw[a:b], TensorType.Q4_1, n, 96, workers, None, arena)
+        assert matrix.quants.ctypes.data % 64 == matrix.scales.ctypes.data % 64 == 0
+        assert np.array_equal(run(matrix, x, workers), run(pack(raw, TensorType.Q4_1, 96, workers), x, workers))
