@@ -128,8 +128,8 @@ inline void record_read(Shadow& s) {
 inline void check_order(Shadow& s, Access access, const Place& place, uintptr_t pc) {
   const char* verb = access == Access::read ? "read" : "write";
   if (conflicts_with_write(s, place.shared) && !(access == Access::atomic && s.written_atomically))
-    EMU_FAIL(pc, "race: %s of %s+%zu conflicts with the write by %sthread %u in the same barrier interval", verb, place.name,
-             place.offset, s.write_block != launch.block_id ? "another block's " : "", s.writer);
+    EMU_FAIL(pc, "race: %s of %s+%zu conflicts with the write by %sthread %u in the same barrier interval", verb,
+             place.name, place.offset, s.write_block != launch.block_id ? "another block's " : "", s.writer);
   if (access == Access::read) {
     if (place.shared && s.write_block != launch.block_id)
       EMU_FAIL(pc, "read of uninitialised %s+%zu", place.name, place.offset);
@@ -199,7 +199,8 @@ inline void check_access(uintptr_t address, size_t size, Access access, uintptr_
   }
   const size_t dynamic_offset = address - (uintptr_t)launch.dynamic_shared;
   if (dynamic_offset < launch.dynamic_shared_bytes && dynamic_offset + size <= launch.dynamic_shared_bytes) {
-    if (races) check_bytes(&dynamic_shadow[dynamic_offset], size, access, {"dynamic shared memory", dynamic_offset, true}, pc);
+    const Place place{"dynamic shared memory", dynamic_offset, true};
+    if (races) check_bytes(&dynamic_shadow[dynamic_offset], size, access, place, pc);
     return;
   }
   if (const EmuRange* range = find_range(address, size, writes)) {

@@ -27,24 +27,34 @@ EMU_UNCHECKED __attribute__((noinline)) static T emu_atomic(T* p, Update update)
 template <class T> struct EmuIdentity { using type = T; };
 template <class T> using EmuValue = typename EmuIdentity<T>::type;
 
-template <class T> EMU_INLINE T atomicAdd(T* p, EmuValue<T> v) { return emu_atomic(p, [=](T old) EMU_UNCHECKED { return (T)(old + v); }); }
-template <class T> EMU_INLINE T atomicExch(T* p, EmuValue<T> v) { return emu_atomic(p, [=](T) EMU_UNCHECKED { return v; }); }
-template <class T> EMU_INLINE T atomicOr(T* p, EmuValue<T> v) { return emu_atomic(p, [=](T old) EMU_UNCHECKED { return (T)(old | v); }); }
-template <class T> EMU_INLINE T atomicAnd(T* p, EmuValue<T> v) { return emu_atomic(p, [=](T old) EMU_UNCHECKED { return (T)(old & v); }); }
-template <class T> EMU_INLINE T atomicXor(T* p, EmuValue<T> v) { return emu_atomic(p, [=](T old) EMU_UNCHECKED { return (T)(old ^ v); }); }
-template <class T> EMU_INLINE T atomicCAS(T* p, EmuValue<T> expected, EmuValue<T> v) {
+template <class T, class... Allowed> constexpr bool emu_one_of = (std::is_same<T, Allowed>::value || ...);
+template <class T> constexpr bool emu_atomic_integer = emu_one_of<T, int, unsigned, unsigned long long>;
+#if __CUDA_ARCH__ >= 600
+template <class T> constexpr bool emu_addable = emu_atomic_integer<T> || emu_one_of<T, float, double>;
+#else
+template <class T> constexpr bool emu_addable = emu_atomic_integer<T> || emu_one_of<T, float>;
+#endif
+
+// Only the types that the device has: a kernel that asks for more must not compile here either.
+#define EMU_ATOMIC(name, allowed, result)                                     \
+  template <class T>                                                          \
+  EMU_INLINE T name(T* p, EmuValue<T> v) {                                    \
+    static_assert(allowed, #name ": the device does not have it for this type"); \
+    return emu_atomic(p, [=](T old) EMU_UNCHECKED { return (T)(result); });   \
+  }
+EMU_ATOMIC(atomicAdd, emu_addable<T>, old + v)
+EMU_ATOMIC(atomicSub, (emu_one_of<T, int, unsigned>), old - v)
+EMU_ATOMIC(atomicExch, (emu_atomic_integer<T> || emu_one_of<T, float>), ((void)old, v))
+EMU_ATOMIC(atomicOr, emu_atomic_integer<T>, old | v)
+EMU_ATOMIC(atomicAnd, emu_atomic_integer<T>, old & v)
+EMU_ATOMIC(atomicXor, emu_atomic_integer<T>, old ^ v)
+EMU_ATOMIC(atomicMax, (emu_atomic_integer<T> || emu_one_of<T, long long>), old < v ? v : old)
+EMU_ATOMIC(atomicMin, (emu_atomic_integer<T> || emu_one_of<T, long long>), v < old ? v : old)
+EMU_ATOMIC(atomicInc, (emu_one_of<T, unsigned>), old >= v ? 0u : old + 1u)
+EMU_ATOMIC(atomicDec, (emu_one_of<T, unsigned>), old == 0 || old > v ? v : old - 1u)
+#undef EMU_ATOMIC
+template <class T>
+EMU_INLINE T atomicCAS(T* p, EmuValue<T> expected, EmuValue<T> v) {
+  static_assert(emu_atomic_integer<T>, "atomicCAS: the device does not have it for this type");
   return emu_atomic(p, [=](T old) EMU_UNCHECKED { return old == expected ? v : old; });
 }
-EMU_INLINE int atomicSub(int* p, int v) { return emu_atomic(p, [=](int old) EMU_UNCHECKED { return (int)((unsigned)old - (unsigned)v); }); }
-EMU_INLINE unsigned atomicSub(unsigned* p, unsigned v) { return emu_atomic(p, [=](unsigned old) EMU_UNCHECKED { return old - v; }); }
-EMU_INLINE unsigned atomicInc(unsigned* p, unsigned limit) { return emu_atomic(p, [=](unsigned old) EMU_UNCHECKED { return old >= limit ? 0u : old + 1u; }); }
-EMU_INLINE unsigned atomicDec(unsigned* p, unsigned limit) { return emu_atomic(p, [=](unsigned old) EMU_UNCHECKED { return old == 0 || old > limit ? limit : old - 1u; }); }
-// Integers only: the device has no float atomicMax, and a kernel that uses one must not compile here either.
-#define EMU_ATOMIC_MIN_MAX(T)                                                                                             \
-  EMU_INLINE T atomicMax(T* p, T v) { return emu_atomic(p, [=](T old) EMU_UNCHECKED { return old < v ? v : old; }); }     \
-  EMU_INLINE T atomicMin(T* p, T v) { return emu_atomic(p, [=](T old) EMU_UNCHECKED { return v < old ? v : old; }); }
-EMU_ATOMIC_MIN_MAX(int)
-EMU_ATOMIC_MIN_MAX(unsigned)
-EMU_ATOMIC_MIN_MAX(long long)
-EMU_ATOMIC_MIN_MAX(unsigned long long)
-#undef EMU_ATOMIC_MIN_MAX

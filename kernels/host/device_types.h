@@ -5,7 +5,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #ifndef __CUDA_ARCH__
@@ -22,6 +24,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __builtin_assume(condition) ((void)0)
 #define __align__(n) __attribute__((aligned(n)))
 // One block runs at a time, so a function-local static *is* block-shared memory. Its own section lets the runtime tell
 // shared variables from other data. `extern __shared__` is rewritten by the builder before the compiler sees it.

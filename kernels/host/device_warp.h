@@ -32,7 +32,9 @@ EMU_INLINE T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 
   const int lane = emu_lane();
   return emu_shuffle(mask, value, (lane & (width - 1)) < (int)delta ? lane : lane - (int)delta);
 }
-EMU_INLINE unsigned __ballot_sync(unsigned mask, int p) { return (unsigned)emu_collective(mask, EMU_BALLOT, p != 0, 0); }
+EMU_INLINE unsigned __ballot_sync(unsigned mask, int p) {
+  return (unsigned)emu_collective(mask, EMU_BALLOT, p != 0, 0);
+}
 EMU_INLINE int __any_sync(unsigned mask, int p) { return (int)emu_collective(mask, EMU_ANY, p != 0, 0); }
 EMU_INLINE int __all_sync(unsigned mask, int p) { return (int)emu_collective(mask, EMU_ALL, p != 0, 0); }
 EMU_INLINE void __syncwarp(unsigned mask = 0xffffffffu) { emu_collective(mask, EMU_SYNCWARP, 0, 0); }

@@ -9,10 +9,15 @@ namespace emu {
 
 constexpr size_t kDynamicMap = 64 << 10;
 
+inline char* map_pages(size_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  return (char*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+}
+
 // Dynamic shared memory ends, up to its 16-byte alignment, at a guard page.
 inline char* dynamic_shared_end() {
   static char* const map = [] {
-    char* p = (char*)mmap(nullptr, kDynamicMap + 2 * kGuardBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char* p = map_pages(kDynamicMap + 2 * kGuardBytes);
     mprotect(p + kDynamicMap, 2 * kGuardBytes, PROT_NONE);
     return p;
   }();
@@ -57,7 +62,8 @@ inline void run_grid(const uint32_t* grid, const uint32_t* block) {
   const BlockOrder order((uint64_t)grid[0] * grid[1] * grid[2]);
   for (uint64_t i = 0; i < order.count && !launch.failed; i++) {
     const uint64_t linear = order[i];
-    blockIdx = {(unsigned)(linear % grid[0]), (unsigned)(linear / grid[0] % grid[1]), (unsigned)(linear / grid[0] / grid[1])};
+    const uint64_t rest = linear / grid[0];
+    blockIdx = {(unsigned)(linear % grid[0]), (unsigned)(rest % grid[1]), (unsigned)(rest / grid[1])};
     launch.block_id = before + 1 + (uint32_t)linear;
     // Shared memory starts undefined: a kernel that relies on zeros must see NaN.
     for (const SharedVariable& variable : shared_variables) memset(variable.begin, 0xFF, variable.size);
@@ -72,7 +78,7 @@ inline void run_grid(const uint32_t* grid, const uint32_t* block) {
 // All modules of a process share one set of stacks: the first module makes it, the others are given it.
 EMU_EXPORT void* emu_create_stacks() {
   using namespace emu;
-  char* base = (char*)mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char* base = map_pages(kMaxThreads * kStackBytes);
   if (base == MAP_FAILED) return nullptr;
   for (int i = 0; i < kMaxThreads; i++) mprotect(base + (size_t)i * kStackBytes, kGuardBytes, PROT_NONE);
   return base;

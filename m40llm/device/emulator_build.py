@@ -185,7 +185,7 @@ def _compile(
     compiled, library = folder / "module.o", folder / "module.so"
     includes = ("-I", str(folder), "-I", str(HOST_DIR / "include"), "-include", str(HOST_DIR / "device_api.h"))
     _run(source, [compiler, *options, *includes, "-c", str(unit), "-o", str(compiled)])
-    _run(source, [compiler, "-shared", "-Wl,-Bsymbolic", str(compiled), str(runtime), "-o", str(library)])
+    _run(source, [compiler, "-shared", "-Wl,-Bsymbolic", str(compiled), str(runtime), "-lrt", "-o", str(library)])
     return library
 
 
