@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from m40llm.gguf import BLOCKS, TensorType
+from m40llm.ops.cpu.arena import Arena
 from m40llm.ops.cpu.isa import choose_isa
 from m40llm.ops.cpu.packing import PackedMatrix, pack_matrix
 from m40llm.ops.cpu.program import Program, Workers, aligned_empty
@@ -27,10 +28,12 @@ MODELS = {
 }
 
 
-def random_matrix(n: int, k: int, kind: TensorType, workers: Workers, rng: np.random.Generator) -> PackedMatrix:
+def random_matrix(
+    n: int, k: int, kind: TensorType, workers: Workers, rng: np.random.Generator, arena: Arena | None = None
+) -> PackedMatrix:
     # bytes below 0x3c: every FP16 among them is finite and less than one
     row = rng.integers(0, 0x3C, (4099, BLOCKS[kind].row_bytes(k)), dtype=np.uint8)
-    return pack_matrix(lambda start, stop: row[np.arange(start, stop) % len(row)], kind, n, k, workers)
+    return pack_matrix(lambda start, stop: row[np.arange(start, stop) % len(row)], kind, n, k, workers, None, arena)
 
 
 def main() -> None:
@@ -43,13 +46,13 @@ def main() -> None:
     options = parser.parse_args()
     layers, d, q_width, kv_width, f, v, most, mixed, last = MODELS[options.model]
     rows = [int(t) for t in options.rows.split(",")]
-    isa, rng = choose_isa(options.isa), np.random.default_rng(0)
+    isa, rng, arena = choose_isa(options.isa), np.random.default_rng(0), Arena()
     # one thread's own processor time is steady on a machine that others use too
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     with Workers(options.threads) as workers:
 
         def matrix(n: int, k: int, kind: TensorType) -> PackedMatrix:
-            return random_matrix(n, k, kind, workers, rng)
+            return random_matrix(n, k, kind, workers, rng, arena)
 
         weights = [
             {
