@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from cuda_arrays import Arrays
 
-import reference
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.kv import KVLayout
 from m40llm.ops.cuda import attention
 from m40llm.ops.cuda.attention import Scratch, Segments
 from m40llm.ops.protocol import KVCache
+from tests import reference
+from tests.cuda_arrays import Arrays
 
 POISON = 0x7E00  # an FP16 NaN: a key beyond a sequence's end shows wherever it is used
 

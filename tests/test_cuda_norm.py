@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cuda_arrays import Arrays
 
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.ops.cuda import norm
-from reference import rmsnorm, silu
+from tests.cuda_arrays import Arrays
+from tests.reference import rmsnorm, silu
 
 EPS = 1e-5
 ROWS = (1, 2, 7, 8, 9, 33)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cuda_arrays import Arrays
 
-import reference
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.ops.cuda import reduce
 from m40llm.ops.cuda.reduce import ReduceScratch
+from tests import reference
+from tests.cuda_arrays import Arrays
 
 VOCABULARIES = (1, 31, 257, 4096, 4097, 9001)
 
@@ -68,7 +68,9 @@ def test_argmax_counts_its_blocks_anew_every_time(arrays: Arrays) -> None:
 
 def test_argmax_of_odd_values(arrays: Arrays) -> None:
     inf, nan = np.inf, np.nan
-    logits = np.array([[-inf, -inf, -1e30], [nan, -inf, nan], [nan, nan, nan], [-0.0, 0.0, -1], [1, inf, inf]], np.float32)
+    logits = np.array(
+        [[-inf, -inf, -1e30], [nan, -inf, nan], [nan, nan, nan], [-0.0, 0.0, -1], [1, inf, inf]], np.float32
+    )
     assert best(arrays, logits).tolist() == [2, 0, 0, 0, 1]
     assert np.array_equal(best(arrays, logits), reference.argmax(logits))
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cuda_arrays import Arrays
 
-import reference
 from m40llm.config import RopeConfig
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.kv import KVLayout
 from m40llm.ops.cpu.rope import rope_tables
 from m40llm.ops.cuda.rope import Positions, RopeTable, rope, rope_append
 from m40llm.ops.protocol import KVCache
+from tests import reference
+from tests.cuda_arrays import Arrays
 
 MAX_POS = 300
 
