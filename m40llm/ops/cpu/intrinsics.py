@@ -37,12 +37,14 @@ __all__ = [
     "u8",
     "u16",
     "u32",
+    "usleep",
 ]
 
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 # glibc and musl; sem_t lives at an address that the caller owns
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 sem_post = types.ExternalFunction("sem_post", types.int32(types.intp))
 sem_wait = types.ExternalFunction("sem_wait", types.int32(types.intp))
 

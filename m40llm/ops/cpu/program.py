@@ -44,6 +44,7 @@ from m40llm.ops.cpu.intrinsics import (
     sem_post,
     sem_wait,
     store_release,
+    usleep,
 )
 
 __all__ = ["Kernel", "NativeFunction", "Program", "Workers", "aligned_empty", "kernel", "layout", "pointer"]
@@ -57,7 +58,9 @@ CACHE_LINE = 64
 ARRIVED, GENERATION, PROGRAM, CLOSED, STATES = (CACHE_LINE * i for i in range(5))
 SEMAPHORE = 8  # a worker's state word is followed by its sem_t (32 bytes on Linux)
 PARKED, SPINNING, WORK = 0, 1, 2
-BARRIER_SPINS = 2_000  # then the processor is offered to others between looks
+BARRIER_SPINS = 2_000  # about 25 us; then the processor is offered to others between looks
+BARRIER_YIELDS = 100
+BARRIER_SLEEP_US = 20  # on a busy machine the thread waited for may need this very processor
 IDLE_SPINS = 5_000  # about 100 us: the gap between two steps; then a worker sleeps
 
 OPERATION = 3  # words of a table row: kernel address, arguments' address, barrier after it
@@ -149,10 +152,12 @@ def _run(program, tid, threads, sync):
                 spins = 0
                 while load_acquire(sync + GENERATION) == generation:
                     spins += 1
-                    if spins > BARRIER_SPINS:
+                    if spins <= BARRIER_SPINS:
+                        pause()
+                    elif spins <= BARRIER_SPINS + BARRIER_YIELDS:
                         sched_yield()
                     else:
-                        pause()
+                        usleep(BARRIER_SLEEP_US)
 
 
 @kernel(layout(), "serve")
