@@ -7,13 +7,14 @@
 
 template <class F>
 M40_INLINE void dequant(const u8* base, float* out, u16* out16, int rows, int columns) {
-  const View<F> w(base, rows, columns);
+  const int units = (columns + 31) >> 5;
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= rows * w.units) return;
-  const int row = i / w.units, unit = i % w.units;
+  if (i >= rows * units) return;
+  const int row = i / units, unit = i % units;
+  const Group<F> w(base, row >> 2, columns);
   const size_t at = (size_t)row * columns + unit * 32;
   const int count = min(32, columns - unit * 32);
-  decode_unit(w, row, unit, [&](auto p, float4 v) {
+  decode_unit(w, row & 3, unit, [&](auto p, float4 v) {
     const int k = decltype(p)::value * 4;
     const float values[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll

@@ -6,14 +6,14 @@
 
 template <class F>
 M40_INLINE void embed(const u8* base, const int* ids, float* x, int vocabulary, int columns) {
-  const View<F> w(base, vocabulary, columns);
   const int unit = blockIdx.y * 32 + threadIdx.x;
-  if (unit >= w.units) return;
+  if (unit >= (columns + 31) >> 5) return;
   const int row = ids[blockIdx.x];
   if (row < 0 || row >= vocabulary) __trap();
+  const Group<F> w(base, row >> 2, columns);
   float* out = x + (size_t)blockIdx.x * columns + unit * 32;
   const int count = min(32, columns - unit * 32);
-  decode_unit(w, row, unit, [&](auto p, float4 v) {
+  decode_unit(w, row & 3, unit, [&](auto p, float4 v) {
     const int k = decltype(p)::value * 4;
     const float values[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll

@@ -1,11 +1,11 @@
 // Weight formats on the device: how the bits of a tensor type lie in memory and how they become numbers.
 //
-// A matrix (N, K) is cut into units of 32 weights of one row and into groups of 4 rows. Three planes follow each other in
-// one buffer, each aligned to 256 bytes (m40llm/ops/cuda/pack.py writes them, `View` below finds them):
-//   quants  [group][chunk of 32 units][step][row of 4][unit]  16 bytes of packed weights
+// A matrix (N, K) is cut into units of 32 weights of one row and into groups of 4 rows. A group is a record of three planes
+// (m40llm/ops/cuda/pack.py writes them, `Group` below reads them), filled up to a multiple of 16 bytes:
+//   quants  [chunk of 32 units][step][row of 4][unit]  16 bytes of packed weights
 //           behind the steps of a chunk, for 5- and 6-bit weights: [row of 4][unit]  4 or 8 more bytes
-//   scales  [group][unit][row of 4]                           2 or 4 bytes
-//   supers  [group][8 units][row of 4]                        2 or 4 bytes, K-quants only
+//   scales  [unit][row of 4]                           2 or 4 bytes
+//   supers  [8 units][row of 4]                        2 or 4 bytes, K-quants only
 // So a warp that gives each lane a unit reads 512 contiguous bytes per row, and one vector load brings a unit's scales of
 // four rows. The last chunk of a row is as short as it needs to be.
 //
@@ -88,12 +88,13 @@ struct Bits8 {
 struct Bits4 {
   static constexpr int STEPS = 1, EXTRA = 0, WORDS = 4, BITS = 4;
   static constexpr bool FLOATING = false;
-  M40_INLINE static int offset(int p, int c) { return c == 3 ? (p >> 2) * 4 : settled((p >> 2) * 4 + 8 * c, 4); }
+  M40_INLINE static int offset(int p, int c) { return c == 3 ? 0 : settled((p >> 2) * 4 + 8 * c, 4); }
   template <int P>
   M40_INLINE static void piece(const u32 (&words)[WORDS], u32 (&m)[4]) {
     constexpr int at = (P >> 2) * 4;
     const u32 w = words[P & 3];
-    m[0] = field<at, 4>(w), m[1] = field<at + 8, 4>(w), m[2] = field<at + 16, 4>(w), m[3] = field<at, 4>(w >> 24);
+    m[0] = field<at, 4>(w), m[1] = field<at + 8, 4>(w), m[2] = field<at + 16, 4>(w);
+    m[3] = P < 4 ? w >> 24 & 15u : w >> 28;
   }
 };
 
@@ -257,23 +258,24 @@ typedef Format<23, Bits8, Byte16, 128> IQ4_XS;  // the same code book, scaled pe
 
 // --- a matrix in memory --------------------------------------------------------------------------------------------------
 
-M40_INLINE size_t align256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
-
+// One group of four rows. Offsets within it fit 32 bits: K is at most 2^24 (pack.py).
 template <class F>
-struct View {
-  const u8 *quants, *scales, *supers;
+struct Group {
+  const u8* base;
   int units;  // of a row: ceil(K / 32)
 
-  M40_INLINE View(const u8* base, int rows, int columns) : units((columns + 31) >> 5) {
-    const size_t groups = (rows + 3) >> 2;
-    quants = base;
-    scales = quants + align256(groups * 4 * units * F::UNIT_BYTES);
-    supers = scales + align256(groups * 4 * units * F::Scale::RAW);
+  M40_INLINE static int bytes(int units) {
+    return (4 * units * (F::UNIT_BYTES + F::Scale::RAW) + 4 * (units >> 3) * F::Scale::SUPER + 15) & ~15;
+  }
+  M40_INLINE Group(const u8* matrix, int group, int columns) : units((columns + 31) >> 5) {
+    base = matrix + (size_t)(u32)group * (u32)bytes(units);
   }
   M40_INLINE int chunk_units(int unit) const { return min(32, units - (unit & ~31)); }
-  // First byte of the chunk that `unit` of `group` lies in.
-  M40_INLINE const u8* chunk(int group, int unit) const {
-    return quants + ((size_t)group * units + (unit & ~31)) * (4 * F::UNIT_BYTES);
+  // First byte of the chunk that `unit` lies in.
+  M40_INLINE const u8* chunk(int unit) const { return base + (unit & ~31) * (4 * F::UNIT_BYTES); }
+  M40_INLINE const u8* scales(int unit) const { return base + (units * (4 * F::UNIT_BYTES) + unit * (4 * F::Scale::RAW)); }
+  M40_INLINE const u8* supers(int unit) const {
+    return base + (units * (4 * (F::UNIT_BYTES + F::Scale::RAW)) + (unit >> 3) * (4 * F::Scale::SUPER));
   }
 };
 
@@ -290,33 +292,25 @@ M40_INLINE void load_words(const u8* chunk, int width, int row, int unit, u32 (&
   }
 }
 
-// Raw and super bits of one row's unit.
+// Raw or super bits of one row.
 template <int BYTES>
-M40_INLINE u32 load_bits(const u8* plane, size_t index) {
-  if constexpr (BYTES == 2) return __ldg(reinterpret_cast<const u16*>(plane) + index);
-  if constexpr (BYTES == 4) return __ldg(reinterpret_cast<const u32*>(plane) + index);
+M40_INLINE u32 load_bits(const u8* of_four_rows, int row) {
+  if constexpr (BYTES == 2) return __ldg(reinterpret_cast<const u16*>(of_four_rows) + row);
+  if constexpr (BYTES == 4) return __ldg(reinterpret_cast<const u32*>(of_four_rows) + row);
   return 0;
 }
-template <class F>
-M40_INLINE u32 load_raw(const View<F>& w, int row, int unit) {
-  return load_bits<F::Scale::RAW>(w.scales, ((size_t)(row >> 2) * w.units + unit) * 4 + (row & 3));
-}
-template <class F>
-M40_INLINE u32 load_super(const View<F>& w, int row, int unit) {
-  return load_bits<F::Scale::SUPER>(w.supers, ((size_t)(row >> 2) * (w.units >> 3) + (unit >> 3)) * 4 + (row & 3));
-}
 
-// The 32 weights of a unit exactly as the file format defines them: sink(Int<P>(), float4) for each piece.
+// The 32 weights of a unit of row 0..3 of a group, exactly as the file format defines them: sink(Int<P>(), float4) for each piece.
 template <class F, class Sink>
-M40_INLINE void decode_unit(const View<F>& w, int row, int unit, Sink sink) {
+M40_INLINE void decode_unit(const Group<F>& w, int row, int unit, Sink sink) {
   typedef typename F::Bits Bits;
   const int width = w.chunk_units(unit);
-  const u8* chunk = w.chunk(row >> 2, unit);
-  const u32 raw = load_raw(w, row, unit), super = load_super(w, row, unit);
+  const u8* chunk = w.chunk(unit);
+  const u32 raw = load_bits<F::Scale::RAW>(w.scales(unit), row), super = load_bits<F::Scale::SUPER>(w.supers(unit), row);
   static_for<0, Bits::STEPS>([&](auto s) {
     constexpr int S = decltype(s)::value, PIECES = 8 / Bits::STEPS;
     u32 words[Bits::WORDS];
-    load_words<F, S>(chunk, width, row & 3, unit & 31, words);
+    load_words<F, S>(chunk, width, row, unit & 31, words);
     static_for<S * PIECES, (S + 1) * PIECES>([&](auto p) {
       constexpr int P = decltype(p)::value;
       u32 m[4];

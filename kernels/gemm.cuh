@@ -32,17 +32,20 @@ struct UnitWords {
   u32 words[Bits::STEPS][Bits::WORDS];
   u32 raw, super;
 
-  // Steps of the half only where steps do not span halves; `row` is the weight row.
+  // Only the half's own steps, where it has any; `row` is the row of the group.
   template <int H>
-  M40_INLINE void load(const View<F>& w, int row, int unit) {
+  M40_INLINE void load(const Group<F>& w, int row, int unit) {
     const int width = w.chunk_units(unit);
-    const u8* chunk = w.chunk(row >> 2, unit);
+    const u8* chunk = w.chunk(unit);
     constexpr int FROM = Bits::STEPS == 1 ? 0 : H * Bits::STEPS / 2, TO = Bits::STEPS == 1 ? 1 - H : (H + 1) * Bits::STEPS / 2;
     static_for<FROM, TO>([&](auto s) {
       constexpr int S = decltype(s)::value;
-      load_words<F, S>(chunk, width, row & 3, unit & 31, words[S]);
+      load_words<F, S>(chunk, width, row, unit & 31, words[S]);
     });
-    if (H == 0) raw = load_raw(w, row, unit), super = load_super(w, row, unit);
+    if (H == 0) {
+      raw = load_bits<F::Scale::RAW>(w.scales(unit), row);
+      super = load_bits<F::Scale::SUPER>(w.supers(unit), row);
+    }
   }
 
   template <int H>
@@ -67,12 +70,12 @@ struct UnitWords {
 template <class F>
 M40_INLINE void gemm(const u8* base, float* y, const float* bias, const float* x, int n, int rows, int columns, int mode) {
   __shared__ __align__(16) GemmTiles tiles;
-  const View<F> w(base, n, columns);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   // A warp covers 8 x 4 threads: its float4 reads of w are 128 contiguous bytes, those of x four broadcasts.
   const int tx = (warp & 1) * 8 + (lane & 7), ty = (warp >> 1) * 4 + (lane >> 3);
   const int first_row = blockIdx.x * GEMM_ROWS, first_column = blockIdx.y * GEMM_COLUMNS;
-  const int weight_row = min(first_column + tid, n - 1);
+  const int weight_row = min(first_column + tid, n - 1), group_row = weight_row & 3;
+  const Group<F> w(base, weight_row >> 2, columns);
   const int x_row = first_row + (tid & 63), x_column = (tid >> 6) * 8;
 
   float acc[8][8];
@@ -88,7 +91,7 @@ M40_INLINE void gemm(const u8* base, float* y, const float* bias, const float* x
     for (int i = 0; i < 8; i++) tiles.x[buffer][x_column + i][tid & 63] = x_next[i];
   };
   const auto multiply = [&](int buffer) {
-#pragma unroll
+#pragma unroll 4
     for (int k = 0; k < GEMM_DEPTH; k++) {
       const float4* xk = reinterpret_cast<const float4*>(tiles.x[buffer][k]);
       const float4* wk = reinterpret_cast<const float4*>(tiles.w[buffer][k]);
@@ -102,14 +105,14 @@ M40_INLINE void gemm(const u8* base, float* y, const float* bias, const float* x
     }
   };
 
-  unit_words.template load<0>(w, weight_row, 0);
+  unit_words.template load<0>(w, group_row, 0);
   load_x(x, x_row, rows, x_column, columns, x_next);
   unit_words.template store<0>(tiles.w[0], tid);
   store_x(0);
   __syncthreads();
 #pragma unroll 1
   for (int unit = 0; unit < w.units; unit++) {
-    unit_words.template load<1>(w, weight_row, unit);
+    unit_words.template load<1>(w, group_row, unit);
     load_x(x, x_row, rows, unit * 32 + 16 + x_column, columns, x_next);
     multiply(0);
     unit_words.template store<1>(tiles.w[1], tid);
@@ -117,7 +120,7 @@ M40_INLINE void gemm(const u8* base, float* y, const float* bias, const float* x
     __syncthreads();
     const bool more = unit + 1 < w.units;
     if (more) {
-      unit_words.template load<0>(w, weight_row, unit + 1);
+      unit_words.template load<0>(w, group_row, unit + 1);
       load_x(x, x_row, rows, unit * 32 + 32 + x_column, columns, x_next);
     }
     multiply(1);

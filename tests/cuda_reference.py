@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from tiny_gguf import random_blocks
 
 from m40llm.device import Device
 from m40llm.gguf import BLOCKS, TensorType, dequantize
 from m40llm.ops.cuda.pack import CudaMatrix, upload_matrix
 from m40llm.ops.cuda.tensor import DeviceTensor, download, empty, upload
+from tests.tiny_gguf import random_blocks
 
 ALL_TYPES = tuple(BLOCKS)
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from cuda_reference import ALL_TYPES, Bench
 
 from m40llm.device import KernelFault
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.gguf import BLOCKS, TensorType
 from m40llm.ops.cuda.embed import dequantize, embed
+from tests.cuda_reference import ALL_TYPES, Bench
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from cuda_reference import ALL_TYPES, Bench
-from tiny_gguf import build_tiny_gguf
 
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.gguf import BLOCKS, GGUFFile, TensorType, dequantize
 from m40llm.ops.cuda.embed import dequantize as dequantize_on_device
-from m40llm.ops.cuda.pack import FORMATS, PlaneSizes, load_matrix, pack, packed_bytes
+from m40llm.ops.cuda.pack import FORMATS, load_matrix, pack, packed_bytes, upload_matrix
+from tests.cuda_reference import ALL_TYPES, Bench
+from tests.tiny_gguf import build_tiny_gguf
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,6 @@ def test_any_bits_are_packed_without_loss(device, kind):
             for byte in halves:
                 random[:, byte : byte + 2] = blocks[:, byte : byte + 2]
             raw = noise
-        from m40llm.ops.cuda.pack import upload_matrix
-
         matrix = upload_matrix(device, raw, kind)
         bench.stack.callback(matrix.close)
         out = bench.empty((4, 512))
@@ -67,18 +65,16 @@ def test_float16_output_is_the_rounded_reference(device):
         np.testing.assert_array_equal(bench.read(out), bench.weights["w"].astype(np.float32).astype(np.float16))
 
 
-def test_planes_have_the_announced_sizes_and_cost_what_the_file_does():
+def test_groups_have_the_announced_size_and_cost_what_the_file_does():
     rng = np.random.default_rng(0)
     for kind in ALL_TYPES:
-        columns = 2048
-        raw = rng.integers(0, 256, (8, BLOCKS[kind].row_bytes(columns)), dtype=np.uint8)
-        planes = pack(raw, kind)
-        sizes = PlaneSizes.of(FORMATS[kind], 8, columns)
-        assert [p.size for p in planes] == [2 * sizes.quants_group, 2 * sizes.scales_group, 2 * sizes.supers_group]
-        assert packed_bytes(kind, 8, columns) == sizes.total
+        raw = rng.integers(0, 256, (8, BLOCKS[kind].row_bytes(2048)), dtype=np.uint8)
+        packed = pack(raw, kind)
+        assert packed.shape == (2, FORMATS[kind].group_bytes(2048))
+        assert packed_bytes(kind, 7, 2048) == packed.nbytes
         if kind not in (TensorType.Q2_K, TensorType.Q3_K, TensorType.IQ4_NL, TensorType.IQ4_XS):
-            # Q4_K's scales take a byte instead of six bits; nothing else grows
-            assert sum(p.size for p in planes) <= raw.nbytes * (1.028 if kind is TensorType.Q4_K else 1.023)
+            # a scale of Q4_K and Q5_K takes a byte instead of six bits; nothing else grows
+            assert packed.nbytes <= raw.nbytes * (1.028 if kind is TensorType.Q4_K else 1.023)
 
 
 def test_a_tensor_of_a_file_is_loaded_in_slabs(device, tmp_path, monkeypatch):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from cuda_reference import ALL_TYPES, Bench, product_error
 
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.gguf import BLOCKS, TensorType
-from m40llm.ops.cuda.project import gate_up_swiglu, project
+from m40llm.ops.cuda.project import project
+from tests.cuda_reference import ALL_TYPES, Bench, product_error
 
 TOLERANCE = 1e-6  # ten times better than asked for: a wrong weight or scale is far above, FP32 rounding far below
 

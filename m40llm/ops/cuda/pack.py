@@ -1,4 +1,4 @@
-"""GGUF tensors → the planes that the kernels read. The layout is described, and decoded, in kernels/formats.cuh.
+"""GGUF tensors → the groups of planes that the kernels read. The layout is described, and decoded, in kernels/formats.cuh.
 
 Every packing is lossless: the kernels' dequantisation gives back what `m40llm.gguf.dequantize` gives, bit for bit. Types
 without a device format of their own use a wider one: IQ4_NL becomes Q8_0 (its code book has 8-bit values), IQ4_XS the same
@@ -25,7 +25,8 @@ U32 = NDArray[np.uint32]
 GROUP = 4  # rows that lie together
 CHUNK = 32  # units that lie together: one per lane of a warp
 UNIT = 32  # weights
-_ALIGN = 256  # of a plane
+_ALIGN = 16  # of a group: its widest load
+_MAX_COLUMNS = 1 << 24
 _SLAB_BYTES = 16 << 20  # of packed weights at a time: bounds the host memory of a load
 
 
@@ -44,6 +45,11 @@ class DeviceFormat:
     def unit_bytes(self) -> int:
         return 16 * self.steps + self.extra
 
+    def group_bytes(self, columns: int) -> int:
+        """Bytes of four rows of `columns` weights."""
+        units = -(-columns // UNIT)
+        return _aligned(GROUP * (units * (self.unit_bytes + self.scale) + units // 8 * self.super))
+
 
 @dataclass(frozen=True, slots=True)
 class Units:
@@ -53,27 +59,6 @@ class Units:
     extra: U8  # (R, U, extra)
     scales: U8  # (R, U, scale)
     supers: U8  # (R, U // 8, super), or (R, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneSizes:
-    """Byte offsets of the planes of an (N, K) matrix, and the bytes that one group of 4 rows takes in each."""
-
-    quants_group: int
-    scales: int
-    scales_group: int
-    supers: int
-    supers_group: int
-    total: int
-
-    @classmethod
-    def of(cls, fmt: DeviceFormat, rows: int, columns: int) -> PlaneSizes:
-        groups, units = -(-rows // GROUP), -(-columns // UNIT)
-        quants = GROUP * units * fmt.unit_bytes
-        scale, super_ = GROUP * units * fmt.scale, GROUP * (units // 8) * fmt.super
-        scales_at = _aligned(groups * quants)
-        supers_at = scales_at + _aligned(groups * scale)
-        return cls(quants, scales_at, scale, supers_at, super_, supers_at + _aligned(groups * super_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +83,7 @@ class CudaMatrix:
 
 def packed_bytes(kind: TensorType, rows: int, columns: int) -> int:
     """Device memory of a packed (rows, columns) matrix of GGUF type `kind`, in bytes."""
-    return PlaneSizes.of(FORMATS[kind], rows, columns).total
+    return -(-rows // GROUP) * FORMATS[kind].group_bytes(columns)
 
 
 def load_matrix(file: GGUFFile, name: str, device: Device) -> CudaMatrix:
@@ -124,57 +109,50 @@ def upload_matrix(device: Device, raw: U8, kind: TensorType, name: str = "matrix
 def _upload(
     device: Device, name: str, kind: TensorType, rows: int, columns: int, read: Callable[[int, int], U8]
 ) -> CudaMatrix:
-    fmt, sizes = FORMATS[kind], PlaneSizes.of(FORMATS[kind], rows, columns)
-    buffer = device.alloc(sizes.total, name)
+    if columns > _MAX_COLUMNS:
+        raise ValueError(f"{name} has {columns} columns; the kernels' offsets reach {_MAX_COLUMNS}")
+    fmt = FORMATS[kind]
+    group_bytes = fmt.group_bytes(columns)
+    buffer = device.alloc(packed_bytes(kind, rows, columns), name)
     try:
-        step = max(1, _SLAB_BYTES // sizes.quants_group) * GROUP
+        step = max(1, _SLAB_BYTES // group_bytes) * GROUP
         for start in range(0, rows, step):
-            quants, scales, supers = pack(read(start, min(rows, start + step)), kind)
-            group = start // GROUP
-            device.upload(buffer, quants, group * sizes.quants_group)
-            if scales.size:
-                device.upload(buffer, scales, sizes.scales + group * sizes.scales_group)
-            if supers.size:
-                device.upload(buffer, supers, sizes.supers + group * sizes.supers_group)
+            device.upload(buffer, pack(read(start, min(rows, start + step)), kind), start // GROUP * group_bytes)
     except BaseException:
         buffer.close()
         raise
     return CudaMatrix(name, kind, fmt, rows, columns, buffer)
 
 
-def pack(raw: U8, kind: TensorType) -> tuple[U8, U8, U8]:
-    """The planes (quants, scales, supers) of rows of GGUF bytes, (R, row bytes) uint8, as flat uint8 arrays.
+def pack(raw: U8, kind: TensorType) -> U8:
+    """Rows of GGUF bytes, (R, row bytes) uint8, as groups of four rows: (ceil(R / 4), group bytes) uint8.
 
     The rows are filled up to a multiple of 4 with zero bytes, whose weights nobody reads.
     """
-    block = BLOCKS[kind]
+    block, fmt = BLOCKS[kind], FORMATS[kind]
     blocks = np.ascontiguousarray(raw).reshape(-1, block.type_size)
     units = _PACKERS[kind](blocks, raw.shape[0])
-    fmt = FORMATS[kind]
-    count = units.quants.shape[1]
     quants = _by_group(units.quants.view(np.uint64))  # (G, 4, U, steps, 2)
     extra = _by_group(units.extra)
-    groups, whole = quants.shape[0], count // CHUNK
-    out = np.empty((groups, GROUP * count * fmt.unit_bytes), np.uint8)
-    chunk_bytes = GROUP * CHUNK * fmt.unit_bytes
-    _interleave(quants[:, :, : whole * CHUNK], extra[:, :, : whole * CHUNK], CHUNK, out[:, : whole * chunk_bytes], fmt)
-    if count % CHUNK:
-        _interleave(
-            quants[:, :, whole * CHUNK :],
-            extra[:, :, whole * CHUNK :],
-            count % CHUNK,
-            out[:, whole * chunk_bytes :],
-            fmt,
-        )
-    scales, supers = _by_group(units.scales), _by_group(units.supers)
-    return out.reshape(-1), scales.swapaxes(1, 2).reshape(-1), supers.swapaxes(1, 2).reshape(-1)
+    groups, count = quants.shape[0], quants.shape[2]
+    out = np.zeros((groups, fmt.group_bytes(count * UNIT)), np.uint8)
+    at = 0
+    for first, width in ((0, CHUNK), (count - count % CHUNK, count % CHUNK)):  # whole chunks, then the rest
+        last = count - count % CHUNK if width == CHUNK else count
+        size = GROUP * (last - first) * fmt.unit_bytes
+        if size:
+            _interleave(quants[:, :, first:last], extra[:, :, first:last], width, out[:, at : at + size], fmt)
+        at += size
+    for plane in (_by_group(units.scales), _by_group(units.supers)):
+        size = plane[0].size
+        out[:, at : at + size] = plane.swapaxes(1, 2).reshape(groups, size)
+        at += size
+    return out
 
 
 def _interleave(quants: NDArray[np.uint64], extra: U8, width: int, out: U8, fmt: DeviceFormat) -> None:
     """(G, 4, C·width, steps, 2) and (G, 4, C·width, extra) → out (G, C·4·width·unit bytes): step, row, unit; row, unit."""
     groups, chunks = quants.shape[0], quants.shape[2] // width
-    if not chunks:
-        return
     view = out.reshape(groups, chunks, -1)  # splits the last axis: never a copy
     main = GROUP * width * 16 * fmt.steps
     q = quants.reshape(groups, GROUP, chunks, width, fmt.steps, 2).transpose(0, 2, 4, 1, 3, 5)
