@@ -32,7 +32,7 @@ def random_matrix(
     n: int, k: int, kind: TensorType, workers: Workers, rng: np.random.Generator, arena: Arena | None = None
 ) -> PackedMatrix:
     # bytes below 0x3c: every FP16 among them is finite and less than one
-    row = rng.integers(0, 0x3C, (4099, BLOCKS[kind].row_bytes(k)), dtype=np.uint8)
+    row = rng.integers(0, 0x3C, (257, BLOCKS[kind].row_bytes(k)), dtype=np.uint8)
     return pack_matrix(lambda start, stop: row[np.arange(start, stop) % len(row)], kind, n, k, workers, None, arena)
 
 

@@ -1,5 +1,10 @@
 """Packed projections against float64 NumPy on dequantised weights, and against each other bit for bit."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import pytest
 
@@ -246,3 +251,28 @@ def test_matrices_packed_into_an_arena(workers):
         matrix = pack_matrix(lambda a, b, raw=raw: raw[a:b], TensorType.Q4_1, n, 96, workers, None, arena)
         assert matrix.quants.ctypes.data % 64 == matrix.scales.ctypes.data % 64 == 0
         assert np.array_equal(run(matrix, x, workers), run(pack(raw, TensorType.Q4_1, 96, workers), x, workers))
+
+
+def test_second_process_compiles_nothing(tmp_path):
+    script = textwrap.dedent("""
+        from test_cpu_project import *
+        compiled = []
+        with Workers(1) as workers:
+            raw = random_weights(TensorType.Q4_K, 16, 256, np.random.default_rng(0))
+            matrix = pack_matrix(lambda a, b: raw[a:b], TensorType.Q4_K, 16, 256, workers, compiled.append)
+            scratch, program = QuantisedRows(9, 256, BEST), Program(compiled.append)
+            record_quantise(program, np.ones((9, 256), np.float32), scratch)
+            out = np.zeros((9, 16), np.float32)
+            record_project(program, [Projection(matrix, out)], scratch)
+            record_gate_up_swiglu(program, matrix, matrix, scratch, out)
+            program.run(workers)
+        print(len(compiled))
+    """)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.path.dirname(__file__)}
+    outputs = []
+    for _ in range(2):
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        outputs.append(int(done.stdout))
+    assert outputs == [7, 0]  # packing 2, quantise, tiles for 8 and 1 rows, project, gate_up_swiglu
