@@ -196,6 +196,8 @@ class RuntimeOptions:
 
     `ctx` is the number of positions of each slot (None: the model's own, at most `DEFAULT_CONTEXT`), `slots` how many
     sequences can be in flight, `token_budget` how many rows a step may hold, `threads` CPU threads (None: all cores).
+    `max_queue` requests may wait for a slot (None: any number); a stream whose reader stands still is cancelled after
+    `idle_timeout_s` (None: never).
     On a card: `require_sm52` takes nothing but compute capability 5.2, `decode_graph` replays decode steps as CUDA graphs,
     `cache_experiment` loads norms ("ldg") or K and V ("ldg_kv") through the read-only cache.
     """
@@ -207,6 +209,8 @@ class RuntimeOptions:
     slots: int = 1
     kv_dtype: KVDtype = "f16"
     token_budget: int = 512
+    max_queue: int | None = None
+    idle_timeout_s: float | None = None
     require_sm52: bool = False
     decode_graph: bool = False
     cache_experiment: CacheExperiment = "off"
@@ -217,6 +221,8 @@ class RuntimeOptions:
             ("--ctx", self.ctx, 1, 1 << 24),
             ("--slots", self.slots, 1, 1024),
             ("--token-budget", self.token_budget, 1, 1 << 16),
+            ("--max-queue", self.max_queue, 0, 1 << 20),
+            ("--idle-timeout", self.idle_timeout_s, 0.01, 1e9),
         ):
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{flag} is {value}; expected {low}..{high}")

@@ -14,8 +14,9 @@ from m40llm.sampling import Sampler, StopChecker, TokenLogprobs
 from m40llm.scheduler import Priority, Sequence
 from m40llm.text import StreamDetokenizer, Tokenizer
 
-State = Literal["queued", "running", "completed", "cancelled", "failed"]
+State = Literal["created", "queued", "running", "settling", "completed", "cancelled", "failed"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+CancelReason = Literal["client", "idle", "shutdown"]  # asked for; the reader stood still; the engine closes
 
 # A reader may lag this many tokens behind before its sequence stops being scheduled.
 EVENT_LIMIT = 256
@@ -62,7 +63,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """The one terminal outcome of a request."""
+    """The one terminal outcome of a request. `slot` is -1 when it never had one; `logprobs` has an entry per token if asked for."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -72,6 +73,9 @@ class GenerationResult:
     stop_string: str | None
     seed: int
     timings: Timings
+    slot: int = -1
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cancel_reason: CancelReason | None = None
 
     @property
     def generated_tokens(self) -> int:
@@ -103,6 +107,7 @@ class Generation:
         priority: Priority,
         wake_engine: Callable[[], None],
         on_event: Callable[[], None] | None,
+        stream: bool = True,
     ) -> None:
         self.params = params
         self.sampler = Sampler(params, prompt_ids, vocab_size)
@@ -112,13 +117,18 @@ class Generation:
         self._detokenizer = StreamDetokenizer(tokenizer)
         self._wake_engine = wake_engine
         self._on_event = on_event
+        self._stream = stream
+        self.slot = -1
+        self.token_gap: float | None = None  # seconds between the last two tokens
+        self.lagging_since: float | None = None  # the engine's own
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
-        self._state: State = "queued"
-        self._cancel = False
+        self._state: State = "created"
+        self._cancel: CancelReason | None = None
         self._error: BaseException | None = None
         self._text: list[str] = []
         self._output: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._clock = _Clock()
         self._result: GenerationResult | None = None
 
@@ -131,10 +141,21 @@ class Generation:
     def finished(self) -> bool:
         return self._result is not None
 
-    def cancel(self) -> None:
-        """Asks the engine to stop within one step; harmless when already finished."""
-        self._cancel = True
-        self._wake_engine()
+    @property
+    def generated(self) -> int:
+        """Tokens so far."""
+        return len(self._output)
+
+    @property
+    def outcome(self) -> GenerationResult | None:
+        """The result if there is one; never waits and never raises."""
+        return self._result
+
+    def cancel(self, reason: CancelReason = "client") -> None:
+        """Asks the engine to stop within one step; harmless in every state and when repeated: the first reason stays."""
+        if self._cancel is None and self._result is None:
+            self._cancel = reason
+            self._wake_engine()
 
     def poll(self) -> Event | None:
         """The next event if there is one; never waits."""
@@ -185,24 +206,30 @@ class Generation:
     # -- the engine's thread -----------------------------------------------------------------------
     @property
     def cancelled(self) -> bool:
-        return self._cancel
+        return self._cancel is not None
 
     @property
     def lagging(self) -> bool:
         """The reader is `EVENT_LIMIT` events behind."""
         return len(self._events) >= EVENT_LIMIT
 
+    def queued(self) -> None:
+        self._state = "queued"
+
     def started(self) -> None:
+        self.slot = self.sequence.slot
         if self._clock.started is None:
             self._clock.started = time.perf_counter()
             self._state = "running"
 
     def prefilled(self) -> None:
-        self._post(PrefillEvent(self.sequence.num_computed, self.sequence.prompt_tokens))
+        if self._stream and not self._output:  # a preempted request's second prefill is nobody's business
+            self._post(PrefillEvent(self.sequence.num_computed, self.sequence.prompt_tokens))
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
         """Takes one sampled token: records it, emits what is final, and says whether the request ends here and why."""
         now = time.perf_counter()
+        self.token_gap = None if self._clock.last is None else now - self._clock.last
         self._clock.first = self._clock.first or now
         self._clock.last = now
         if self.stops.ends(token_id):
@@ -210,6 +237,8 @@ class Generation:
         self.sampler.accept(token_id)
         self._output.append(token_id)
         self.sequence.tokens.append(token_id)
+        if logprobs:
+            self._logprobs.append(logprobs)
         text, stopped = self.stops.push(self._detokenizer.push(token_id))
         self._emit((token_id,), text, (logprobs,) if logprobs else ())
         if stopped:
@@ -220,6 +249,7 @@ class Generation:
         """The terminal outcome; only the first call counts."""
         if self._result is not None:
             return
+        self._state = "settling"
         if error is None and not self.stops.stopped:
             tail, stopped = self.stops.push(self._detokenizer.flush())
             if not stopped:
@@ -229,7 +259,6 @@ class Generation:
             if tail:
                 self._emit((), tail, ())
         self._error = error
-        self._state = "failed" if error else "cancelled" if reason == "cancelled" else "completed"
         result = GenerationResult(
             text="".join(self._text),
             token_ids=tuple(self._output),
@@ -239,23 +268,35 @@ class Generation:
             stop_string=self.stops.matched,
             seed=self.sampler.seed,
             timings=self._timings(),
+            slot=self.slot,
+            logprobs=tuple(self._logprobs),
+            cancel_reason=self._cancel if reason == "cancelled" else None,
         )
         with self._changed:
+            self._state = "failed" if error else "cancelled" if reason == "cancelled" else "completed"
             self._result = result
             self._changed.notify_all()
-        if self._on_event:
-            self._on_event()
+        self._notify()
 
     def _emit(self, ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...]) -> None:
         self._text.append(text)
-        self._post(TokenEvent(ids, text, logprobs))
+        if self._stream:
+            self._post(TokenEvent(ids, text, logprobs))
 
     def _post(self, event: Event) -> None:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
-        if self._on_event:
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event()
+        except Exception:  # whoever listened is gone (a closed event loop): nobody wants the rest, and the others go on
+            self._on_event = None
+            self._cancel = self._cancel or "client"
 
     def _timings(self) -> Timings:
         clock = self._clock

@@ -25,8 +25,9 @@ class Sequence:
     priority: Priority = "interactive"
     slot: int = -1
     num_computed: int = 0
-    num_reused: int = 0  # prompt tokens whose KV was still resident at admission
+    num_reused: int = 0  # prompt tokens whose KV was still resident at the first admission
     paused: bool = False  # the reader has fallen behind: keep the slot, spend no budget
+    admitted: bool = False  # has had a slot before
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +80,10 @@ class SlotPool:
         self._resident[slot] = list(resident)
         self._free.append(slot)
 
+    def resident(self, slot: int) -> int:
+        """Positions of a free slot that hold KV."""
+        return len(self._resident[slot])
+
 
 def _common_prefix(a: SequenceOf[int], b: SequenceOf[int]) -> int:
     n = min(len(a), len(b))
@@ -88,7 +93,10 @@ def _common_prefix(a: SequenceOf[int], b: SequenceOf[int]) -> int:
 
 
 class Scheduler:
-    """First come, first served among equals; interactive before background; decodes before prefills.
+    """First come, first served among equals; decodes before prefills; background work only where nothing interactive waits.
+
+    A background sequence runs in steps that no interactive one needs, and gives up its slot to an interactive one that finds
+    none free; it goes on later from what is still in a slot.
 
     Args:
         n_slots: sequences in flight at once.
@@ -102,6 +110,11 @@ class Scheduler:
         self._slots = SlotPool(n_slots)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []  # by admission
+        self.preemptions = 0
+
+    @property
+    def slots(self) -> SlotPool:
+        return self._slots
 
     @property
     def waiting(self) -> int:
@@ -120,9 +133,7 @@ class Scheduler:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         elif sequence in self._running:
-            self._running.remove(sequence)
-            self._slots.release(sequence.slot, sequence.tokens[: sequence.num_computed] if keep_kv else ())
-            sequence.slot = -1
+            self._leave_slot(sequence, keep_kv=keep_kv)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can run."""
@@ -159,17 +170,38 @@ class Scheduler:
 
     def _admit(self) -> None:
         for sequence in _interactive_first(self._waiting):
-            if not len(self._slots):
+            if not len(self._slots) and not self._preempt_for(sequence):
                 return
             self._waiting.remove(sequence)
             sequence.slot, sequence.num_computed = self._slots.acquire(sequence.tokens)
-            sequence.num_reused = sequence.num_computed
+            if not sequence.admitted:
+                sequence.num_reused = sequence.num_computed
+            sequence.admitted = True
             self._running.append(sequence)
+
+    def _preempt_for(self, sequence: Sequence) -> bool:
+        """Takes the slot of the youngest background sequence for an interactive one; False when there is none to take."""
+        victim = next((s for s in reversed(self._running) if s.priority == "background"), None)
+        if sequence.priority == "background" or victim is None:
+            return False
+        self._leave_slot(victim, keep_kv=True)
+        victim.num_computed = 0
+        self._waiting.insert(0, victim)
+        self.preemptions += 1
+        return True
+
+    def _leave_slot(self, sequence: Sequence, *, keep_kv: bool) -> None:
+        self._running.remove(sequence)
+        self._slots.release(sequence.slot, sequence.tokens[: sequence.num_computed] if keep_kv else ())
+        sequence.slot = -1
 
     def _by_urgency(self) -> Iterator[Sequence]:
         active = [s for s in self._running if not s.paused]
-        yield from (s for s in active if s.decoding)
-        yield from _interactive_first([s for s in active if not s.decoding])
+        interactive = [s for s in active if s.priority == "interactive"]
+        active = interactive or active
+        # A preempted sequence recomputes its output too: by the gap it is a prefill, whatever it has sampled.
+        yield from (s for s in active if s.gap == 1)
+        yield from (s for s in active if s.gap != 1)
 
 
 def _interactive_first(sequences: list[Sequence]) -> list[Sequence]:

@@ -30,6 +30,7 @@ FLOORS = (
     "m40llm.scheduler",
     "m40llm.model",
     "m40llm.generation",
+    "m40llm.engine_stats",
     "m40llm.engine",
     "m40llm.server",
     "m40llm.hub",

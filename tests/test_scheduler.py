@@ -52,6 +52,25 @@ def test_interactive_requests_pass_background_ones() -> None:
     assert step.sequences == (quick,)
 
 
+def test_a_background_request_gives_up_its_slot_and_comes_back() -> None:
+    scheduler = Scheduler(n_slots=1, token_budget=8)
+    slow = Sequence([1, 2, 3], "background")
+    scheduler.add(slow)
+    _run(scheduler)
+    _run(scheduler)
+    quick = Sequence([1, 2, 7])
+    scheduler.add(quick)
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.sequences == (quick,)
+    assert (slow.slot, quick.num_reused, scheduler.preemptions) == (-1, 2, 1)
+    scheduler.commit(step)
+    scheduler.finish(quick)
+    _run(scheduler)
+    assert slow.tokens == [1, 2, 3, 99, 99, 99]  # its own output was computed again, up to the next token
+    assert (slow.num_computed, slow.num_reused) == (5, 0)
+
+
 def test_a_released_slot_is_reused_for_the_longest_shared_prefix() -> None:
     scheduler = Scheduler(n_slots=2, token_budget=64)
     first, second = Sequence([1, 2, 3, 4]), Sequence([1, 2, 9, 9, 9])
@@ -129,9 +148,13 @@ def test_random_schedules_lose_nobody_and_keep_the_budget(data: st.DataObject) -
         assert sum(step.counts) <= budget
         assert all(n > 0 for n in step.counts)
         assert len({s.slot for s in step.sequences}) == len(step.sequences) <= n_slots
-        for sequence in alive:  # nobody who decodes is ever left out
-            if sequence.slot >= 0 and sequence.decoding:
-                assert sequence in step.sequences
+        kinds = {s.priority for s in step.sequences}
+        assert len(kinds) == 1  # background work only in steps that nobody else needs
+        for sequence in alive:
+            if sequence.priority == "interactive" and sequence.slot < 0:  # waits only for its equals
+                assert all(s.priority == "interactive" for s in alive if s.slot >= 0)
+            if sequence.priority in kinds and sequence.slot >= 0 and sequence.gap == 1:
+                assert sequence in step.sequences  # nobody who decodes is ever left out
         before = {s: s.num_computed for s in step.sequences}
         scheduler.commit(step)
         assert all(s.num_computed > before[s] for s in step.sequences)
