@@ -23,8 +23,8 @@
 #define KV_LOAD(pointer) (*(pointer))
 #endif
 
-constexpr int DECODE_WARPS = 4;
-constexpr int DECODE_THREADS = 32 * DECODE_WARPS;
+#define DECODE_THREADS 128  // a macro: launch bounds are read from the source
+constexpr int DECODE_WARPS = DECODE_THREADS / 32;
 constexpr int DECODE_TILE = 32;                             // keys of a warp at a time
 constexpr int DECODE_SHARE = DECODE_WARPS * DECODE_TILE;    // a block's keys are a multiple of this
 constexpr int DECODE_AHEAD = 4;                             // 16-byte loads of a lane in flight

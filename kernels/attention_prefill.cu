@@ -15,7 +15,7 @@
 
 #include "warp.cuh"
 
-constexpr int PREFILL_THREADS = 128;
+#define PREFILL_THREADS 128  // a macro: launch bounds are read from the source
 constexpr int PREFILL_KEYS = 32;
 constexpr int CHUNK = 64;                    // elements of a key at a time
 constexpr int CHUNK_PITCH = CHUNK / 4 + 1;   // in float4: eight keys' loads meet eight different bank groups

@@ -6,7 +6,7 @@
 //
 // Grid: ceil(n / 1024); block: 256, four values each. `out` may be `gate` or `up`.
 
-constexpr int ELEMENTWISE_THREADS = 256;
+#define ELEMENTWISE_THREADS 256  // a macro: launch bounds are read from the source
 
 struct Swish {
   __device__ __forceinline__ float operator()(float gate, float up) const { return gate / (1.f + expf(-gate)) * up; }

@@ -11,7 +11,7 @@
 
 typedef unsigned long long u64;
 
-constexpr int REDUCE_THREADS = 256;
+#define REDUCE_THREADS 256  // a macro: launch bounds are read from the source
 constexpr int REDUCE_WARPS = REDUCE_THREADS / 32;
 constexpr int TOPK_CHUNK = 4096;
 

@@ -9,7 +9,7 @@
 // Grid: (T, ceil(units / 128)); block: 128, one unit of four elements each. Limits: HD a multiple of 4, pairs even.
 #include <cuda_fp16.h>
 
-constexpr int ROPE_THREADS = 128;
+#define ROPE_THREADS 128  // a macro: launch bounds are read from the source
 
 // Four elements of a head as two neighbours at `low` and two at `high`, in the order in which memory has them.
 struct Unit {

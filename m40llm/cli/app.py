@@ -23,6 +23,8 @@ COMMANDS = {
     "perplexity": "How well a model predicts a text file.",
     "inspect": "Metadata, tensors and memory needs of a GGUF file.",
     "quantize": "Convert a GGUF file to another tensor type.",
+    "compile": "Compile the CUDA kernels ahead of time; registers, spills, occupancy.",
+    "doctor": "What this machine can run on, and what would be chosen and why.",
 }
 
 
