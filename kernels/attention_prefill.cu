@@ -9,7 +9,7 @@
 // query heads of one KV head, ROWS rows in all, so K and V are read once per tile of tokens and KV head; ROWS is 64 for HD
 // 64 and 32 otherwise, group at most ROWS. Keys come in tiles of 32, their elements in chunks of 64 as float32 in
 // shared memory, fetched one chunk ahead in registers. Thread (ty, tx) of 16 x 8 owns rows ty + 16 i: of the scores keys
-// tx + 8 j, of the output elements 4 tx and 4 tx + 32 of every chunk. Softmax is online; rows never leave their warp.
+// tx + 8 j, of the output elements 4 tx and 4 tx + 32 of every chunk. Softmax is online.
 // Shared memory: 34.5 KB (HD 64), 29.5 KB (128), 45.5 KB (256).
 #include <cuda_fp16.h>
 
@@ -143,11 +143,10 @@ __device__ __forceinline__ void attention_prefill(const float* q, const __half* 
         row[tx + 8 * j] = weight;
       }
     }
-    __syncwarp();  // a row's weights are written and read by the same warp
 
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      publish();
+      publish();  // the weights too
       if (c + 1 < CHUNKS) fetch(v, tile, c + 1);
       else if (tile + PREFILL_KEYS <= last) fetch(k, tile + PREFILL_KEYS, 0);
 #pragma unroll 2

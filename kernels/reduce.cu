@@ -28,14 +28,16 @@ __device__ __forceinline__ float logit_of(u64 key) {
 }
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-// True in every thread of the block that arrives last of its row; what the others wrote before is then visible to it.
+// True in every thread of the block that arrives last of its row; what the thread 0 of the others wrote before is then
+// visible to it (CUDA C++ Programming Guide, "Memory Fence Functions").
 __device__ __forceinline__ bool last_of_row(unsigned* done) {
   __shared__ unsigned arrived;
-  __threadfence();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    arrived = atomicInc(done + blockIdx.y, gridDim.x - 1);
+    __threadfence();
+  }
   __syncthreads();
-  if (threadIdx.x == 0) arrived = atomicInc(done + blockIdx.y, gridDim.x - 1);
-  __syncthreads();
-  __threadfence();
   return arrived == gridDim.x - 1;
 }
 
