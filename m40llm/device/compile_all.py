@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m40llm.device import nvrtc
+from m40llm.device.errors import DeviceUnavailable
 from m40llm.device.occupancy import occupancy
 from m40llm.device.sources import KERNEL_DIR, kernel_modules, kernel_source
 
@@ -46,7 +47,7 @@ def compile_module(
     kernel_dir: Path = KERNEL_DIR,
 ) -> list[BuiltKernel]:
     """Builds one module, or finds it in the cache. Raises KernelCompileError, DeviceUnavailable (see `nvrtc.compile`)."""
-    compiler = nvrtc.for_arch(arch) if cuda_major is None else nvrtc.load(cuda_major)
+    compiler = _compiler(arch, cuda_major)
     compiled = nvrtc.compile(kernel_source(module, kernel_dir), arch, nvrtc=compiler, cache_dir=cache_dir)
     built = []
     for kernel in compiled.kernels:
@@ -71,6 +72,18 @@ def compile_module(
     return built
 
 
+def _compiler(arch: str, cuda_major: int | None) -> nvrtc.Nvrtc:
+    if cuda_major is None:
+        return nvrtc.for_arch(arch)
+    compiler = nvrtc.load(cuda_major)
+    if nvrtc.parse_arch(arch) not in compiler.archs:
+        raise DeviceUnavailable(
+            f"NVRTC {compiler.version[0]}.{compiler.version[1]} cannot compile for {arch}",
+            f"it knows sm_{min(compiler.archs)} to sm_{max(compiler.archs)}; try the other CUDA version",
+        )
+    return compiler
+
+
 def compile_all(
     archs: Sequence[str],
     *,
@@ -89,7 +102,7 @@ def compile_all(
         DeviceError: an architecture that nobody knows.
     """
     for arch in archs:
-        _ = nvrtc.for_arch(arch) if cuda_major is None else nvrtc.load(cuda_major)
+        _compiler(arch, cuda_major)  # refuses what it cannot do before anything is built
     jobs = [(module, arch) for arch in archs for module in kernel_modules()]
     kernels: list[BuiltKernel] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
