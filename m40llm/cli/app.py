@@ -16,6 +16,7 @@ from m40llm.cli.errors import InterruptedByUserError, report
 COMMANDS = {
     "generate": "Answer one prompt, streamed to stdout.",
     "chat": "A conversation in the terminal.",
+    "serve": "Answer over HTTP: /generate and the OpenAI API.",
     "pull": "Fetch a model, by alias or from the Hugging Face hub.",
     "models": "List the models that have an alias.",
     "tokenize": "Text to token ids.",

@@ -15,7 +15,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
 _RUNTIME = (
-    click.option("--threads", type=int, envvar="M40LLM_THREADS", show_envvar=True, help="CPU threads (default: all)."),
+    click.option(
+        "--threads", "-t", type=int, envvar="M40LLM_THREADS", show_envvar=True, help="CPU threads (default: all)."
+    ),
     click.option(
         "--ctx",
         type=int,

@@ -20,10 +20,9 @@ def raw_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def chat_ids(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
     """The conversation as the model's template writes it, up to where the assistant speaks, with BOS once if wanted."""
-    ids = tokenizer.encode(template.render(messages, add_generation_prompt=True), bos=False)
-    wants_bos = tokenizer.add_bos and tokenizer.bos_id is not None
-    # some templates write BOS themselves, others leave it to the tokenizer
-    return [tokenizer.bos_id, *ids] if wants_bos and ids[:1] != [tokenizer.bos_id] else ids  # type: ignore[list-item]
+    from m40llm.text import rendered_ids  # not at the top: commands without a model start without it
+
+    return rendered_ids(tokenizer, template.render(messages, add_generation_prompt=True))
 
 
 def prompt_ids(

@@ -1,0 +1,1 @@
+"""HTTP: requests in, text out. Handlers queue and read; the engine's thread computes."""

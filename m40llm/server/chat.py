@@ -1,0 +1,192 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from m40llm.config import SamplingParams
+from m40llm.engine import Engine, Request
+from m40llm.generation import GenerationResult, TokenEvent
+from m40llm.server import messages, replies
+from m40llm.server.errors import ApiError, api_error
+from m40llm.server.jobs import Group, Job
+from m40llm.server.output import Delta, OutputParser, parser_for
+from m40llm.server.schema import ChatBody, read_body
+from m40llm.server.state import ServerState, open_stream, state_of
+
+ROUTE = "/v1/chat/completions"
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """OpenAI's chat completions, JSON or streamed."""
+    state = state_of(request)
+    engine = state.ready()
+    body = await read_body(request, ChatBody)
+    _refuse_what_is_not_there(body)
+    params = body.sampling(logprobs=body.logprob_count)
+    engine.check_room(body.choices)
+    ids = await state.off_loop(
+        request.content_length or 0,
+        messages.chat_ids,
+        engine.model,
+        body.messages,
+        tools=None if body.tool_choice == "none" else body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
+    )
+    requests = [Request(ids, params) for params in choices_of(params, body.choices)]
+    reply = _Reply(state, engine, body)
+    with state.running(
+        requests, request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)
+    ) as group:
+        if body.stream:
+            return await reply.stream(request, group)
+        return web.json_response(reply.whole(await group.finish()))
+
+
+def choices_of(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """One set per choice; with a seed, choice i has seed + i, so that choices differ and can be repeated."""
+    if params.seed is None:
+        return [params] * n
+    return [replace(params, seed=(params.seed + i) % 2**64) for i in range(n)]
+
+
+def _refuse_what_is_not_there(body: ChatBody) -> None:
+    kind = (body.response_format or {"type": "text"}).get("type")
+    if kind != "text":
+        raise ApiError(
+            400, f"response_format {kind!r:.40} is not supported", param="response_format", code="unsupported"
+        )
+    if body.tool_choice not in (None, "auto", "none"):
+        raise ApiError(
+            400,
+            f"tool_choice {json.dumps(body.tool_choice):.60} is not supported; use auto or none",
+            param="tool_choice",
+            code="unsupported",
+        )
+
+
+class _Reply:
+    """The reply to one request: its id, its date, and the two shapes that it can take."""
+
+    def __init__(self, state: ServerState, engine: Engine, body: ChatBody) -> None:
+        self.id = replies.new_id("chatcmpl")
+        self._state = state
+        self._model = engine.model
+        self._body = body
+        self._head = {"id": self.id, "created": int(time.time()), "model": state.model_id}
+
+    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, result) for index, result in enumerate(results)],
+            "usage": replies.usage(results, len(results)),
+            "timings": replies.timings(results[0]),
+        }
+
+    def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        parser = parser_for(self._body, self._model)
+        parts = [parser.push(result.text), parser.flush()]
+        reasoning = "".join(part.reasoning for part in parts)
+        calls = merged_calls([call for part in parts for call in part.tool_calls])
+        content = "".join(part.content for part in parts)
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(result.logprobs),
+            "finish_reason": _finish_reason(parser, result),
+        }
+
+    def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any] | None:
+        return replies.chat_logprobs(self._model.tokenizer, entries) if self._body.logprobs else None
+
+    async def stream(self, request: web.Request, group: Group) -> web.StreamResponse:
+        parsers = [parser_for(self._body, self._model) for _ in group.jobs]
+        with open_stream(request) as stream:
+            await stream.start()
+            first = {"role": "assistant", "content": ""}
+            await stream.send(*(self._chunk(job.index, first) for job in group.jobs))
+            try:
+                async for batch in group.batches(self._state.options.heartbeat):
+                    if batch is None:
+                        await stream.heartbeat()
+                    elif chunks := self._chunks(*batch, parsers[batch[0].index]):
+                        await stream.send(*chunks)
+                if self._body.include_usage:
+                    await stream.send(self._usage(group))
+            except Exception as error:
+                if (known := api_error(error)) is None:
+                    raise
+                await stream.send(known.body())
+            await stream.end()
+            return stream.response
+
+    def _chunks(self, job: Job, events: list[TokenEvent], parser: OutputParser) -> list[dict[str, Any]]:
+        """What to send for new events; for their end the last chunk of the choice."""
+        if events:
+            chunks = []
+            for event in events:
+                delta = parser.push(event.text)
+                if not delta.empty or event.logprobs:
+                    chunks.append(self._chunk(job.index, _delta_object(delta), self._logprobs(event.logprobs)))
+            return chunks
+        result = job.result
+        rest = parser.flush()
+        chunks = [] if rest.empty else [self._chunk(job.index, _delta_object(rest))]
+        last = self._chunk(job.index, {}, finish_reason=_finish_reason(parser, result))
+        return [*chunks, {**last, "timings": replies.timings(result)}]
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._body.include_usage else {}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage}
+
+    def _usage(self, group: Group) -> dict[str, Any]:
+        usage = replies.usage([job.result for job in group.jobs], len(group.jobs))
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+
+
+def _finish_reason(parser: OutputParser, result: GenerationResult) -> str:
+    return "tool_calls" if parser.called_tools and result.finish_reason == "stop" else result.finish_reason
+
+
+def _delta_object(delta: Delta) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if delta.reasoning:
+        found["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        found["tool_calls"] = delta.tool_calls
+    if delta.content or not found:
+        found["content"] = delta.content
+    return found
+
+
+def merged_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole tool calls from OpenAI's delta objects: the first piece names, later pieces add to the arguments."""
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        index = delta["index"]
+        if index not in calls:
+            calls[index] = {key: value for key, value in delta.items() if key != "index"}
+            calls[index]["function"] = dict(delta["function"])
+        else:
+            calls[index]["function"]["arguments"] += delta["function"].get("arguments", "")
+    return [calls[index] for index in sorted(calls)]

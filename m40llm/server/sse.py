@@ -1,0 +1,64 @@
+"""Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html, with OpenAI's `data: [DONE]`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold the stream back
+}
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class EventStream:
+    """A response that is written as it comes. `send` waits while the reader is slow: that is the back-pressure."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers=HEADERS)
+        self._writing_since: float | None = None
+
+    @property
+    def response(self) -> web.StreamResponse:
+        return self._response
+
+    async def start(self) -> None:
+        await self._response.prepare(self._request)
+
+    async def send(self, *values: Any) -> None:
+        """One event each, in one write."""
+        await self._write("".join(f"data: {dumps(value)}\n\n" for value in values))
+
+    async def heartbeat(self) -> None:
+        """A comment, which readers skip: a peer that died without a word is noticed by it."""
+        await self._write(": keep-alive\n\n")
+
+    async def end(self) -> None:
+        await self._write("data: [DONE]\n\n")
+        await self._response.write_eof()
+
+    def stuck(self, now: float, limit: float) -> bool:
+        """Whether a write has waited for the reader for more than `limit` seconds."""
+        return self._writing_since is not None and now - self._writing_since > limit
+
+    def abort(self) -> None:
+        """Drops the connection; the handler is cancelled by that."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _write(self, text: str) -> None:
+        self._writing_since = asyncio.get_running_loop().time()
+        try:
+            await self._response.write(text.encode())
+        finally:
+            self._writing_since = None

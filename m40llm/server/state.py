@@ -1,0 +1,129 @@
+"""What handlers share: one object per application, under one key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from m40llm.engine import Engine, EngineClosed, Request
+from m40llm.engine_stats import EngineStats
+from m40llm.scheduler import Priority
+from m40llm.server import jobs, logs
+from m40llm.server.errors import ApiError
+from m40llm.server.jobs import Group, Job, Notifier
+from m40llm.server.metrics import Metrics
+from m40llm.server.settings import ServerOptions
+from m40llm.server.sse import EventStream
+
+_T = TypeVar("_T")
+_INLINE_CHARACTERS = 4096  # a prompt this short is tokenized in less time than a change of threads takes
+
+
+@dataclass(eq=False)
+class ServerState:
+    """The server's parts. `engine` is None while the model loads; `load_error` is why it never will be there."""
+
+    options: ServerOptions
+    metrics: Metrics = field(init=False)
+    notifier: Notifier = field(init=False)
+    engine: Engine | None = None
+    load_error: BaseException | None = None
+    draining: bool = False
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: set[EventStream] = field(default_factory=set)
+    workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "m40llm-text"))
+    request_seconds: float = 1.0  # how long a request takes, a moving average
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.stats)
+
+    def stats(self) -> EngineStats | None:
+        return None if self.engine is None else self.engine.stats()
+
+    def ready(self) -> Engine:
+        """The engine.
+
+        Raises:
+            ApiError: 503 while the model loads, and at shutdown.
+        """
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+        if self.engine is None:
+            raise ApiError(503, "loading model", code="loading", headers={"Retry-After": "2"})
+        if self.engine.failure is not None:
+            raise EngineClosed(f"the engine has failed: {self.engine.failure}; restart the server")
+        return self.engine
+
+    @property
+    def model_id(self) -> str:
+        """The name that replies carry: the first alias, else the file's own name."""
+        return self.options.names[0] if self.options.names else self.ready().model.config.name
+
+    def retry_after(self) -> float:
+        """Seconds until a place in the queue is likely to be free."""
+        slots = 1 if self.engine is None else self.engine.model.session.kv_layout.n_slots
+        return min(60.0, self.request_seconds / slots)
+
+    async def off_loop(self, size: int, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Runs text work of `size` characters: here if small, else beside the event loop."""
+        if size <= _INLINE_CHARACTERS:
+            return call(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.workers, partial(call, *args, **kwargs))
+
+    @contextmanager
+    def running(
+        self,
+        requests: Sequence[Request],
+        *,
+        request_id: str,
+        route: str,
+        priority: Priority | None,
+        stream: bool,
+    ) -> Iterator[Group]:
+        """See `jobs.running`."""
+        with jobs.running(
+            self.ready(),
+            self.notifier,
+            requests,
+            request_id=request_id,
+            route=route,
+            priority=priority or "interactive",
+            stream=stream,
+        ) as group:
+            yield group
+
+    def job_ended(self, job: Job) -> None:
+        """On the event loop, once per generation, whether or not anybody still listens."""
+        result = job.generation.outcome
+        assert result is not None
+        t = result.timings
+        if result.finish_reason in ("stop", "length"):
+            self.request_seconds += 0.1 * (t.prefill_s + t.decode_s - self.request_seconds)
+        self.metrics.request_ended(result)
+        logs.request_ended(job)
+
+
+STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
+
+
+def state_of(request: web.Request) -> ServerState:
+    return request.app[STATE]
+
+
+@contextmanager
+def open_stream(request: web.Request) -> Iterator[EventStream]:
+    """An event stream that the reaper watches."""
+    streams = state_of(request).streams
+    stream = EventStream(request)
+    streams.add(stream)
+    try:
+        yield stream
+    finally:
+        streams.discard(stream)
