@@ -196,6 +196,8 @@ class RuntimeOptions:
 
     `ctx` is the number of positions of each slot (None: the model's own, at most `DEFAULT_CONTEXT`), `slots` how many
     sequences can be in flight, `token_budget` how many rows a step may hold, `threads` CPU threads (None: all cores).
+    `activation_bits` is the precision of activations in the CPU's projections: 32 costs twice the work (None: 16 with
+    FP16 KV, whose own rounding weighs more, and 32 with FP32 KV, the setting for exactness).
     `max_queue` requests may wait for a slot (None: any number); a stream whose reader stands still is cancelled after
     `idle_timeout_s` (None: never).
     On a card: `require_sm52` takes nothing but compute capability 5.2, `decode_graph` replays decode steps as CUDA graphs,
@@ -208,6 +210,7 @@ class RuntimeOptions:
     ctx: int | None = None
     slots: int = 1
     kv_dtype: KVDtype = "f16"
+    activation_bits: Literal[16, 32] | None = None
     token_budget: int = 512
     max_queue: int | None = None
     idle_timeout_s: float | None = None
@@ -228,10 +231,16 @@ class RuntimeOptions:
                 raise ConfigError(f"{flag} is {value}; expected {low}..{high}")
         if self.kv_dtype not in ("f16", "f32"):
             raise ConfigError(f"--kv-dtype is '{self.kv_dtype}'; expected f16 or f32")
+        if self.activation_bits not in (None, 16, 32):
+            raise ConfigError(f"--activation-bits is {self.activation_bits}; expected 16 or 32")
         if self.token_budget < self.slots:
             raise ConfigError(
                 f"--token-budget {self.token_budget} is below --slots {self.slots}: a decode step needs one row each"
             )
+
+    @property
+    def resolved_activation_bits(self) -> Literal[16, 32]:
+        return self.activation_bits or (16 if self.kv_dtype == "f16" else 32)
 
     def context_for(self, model: ModelConfig) -> int:
         """Positions per slot for `model`.

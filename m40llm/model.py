@@ -109,7 +109,7 @@ def _open_ops(
     if choice.kind == "cpu":
         from m40llm.ops.cpu import CpuOps  # Numba takes a second to import; the other backends do without
 
-        return CpuOps(threads=options.threads, isa=options.cpu_isa, on_compile=on_compile)
+        return CpuOps(options.threads, options.cpu_isa, options.resolved_activation_bits, on_compile)
     from m40llm.ops.cuda import CudaOps, check_model, memory_plan
 
     check_model(config, options.kv_dtype)

@@ -63,8 +63,8 @@ def rounded(x: np.ndarray) -> np.ndarray:
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(2, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(largest < 1e-30, 0, np.float32(16319) / largest)
-    scale = np.where(largest < 1e-30, 0, largest / np.float32(16319)).astype(np.float64)
+        inverse = np.where(largest < 1e-30, 0, np.float32(32639) / largest)
+    scale = np.where(largest < 1e-30, 0, largest / np.float32(32639)).astype(np.float64)
     return (np.rint(blocks * inverse) * scale).reshape(x.shape)
 
 

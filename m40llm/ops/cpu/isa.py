@@ -1,7 +1,7 @@
-"""Instruction sets for projections: which this machine has, and how each multiplies bytes by 15-bit integers.
+"""Instruction sets for projections: which this machine has, and how each multiplies bytes by 16-bit integers.
 
-An activation is an integer v, |v| <= 127 * 128 + 63. With VPDPBUSD (AVX512-VNNI, AVX-VNNI) it is split into two signed
-bytes, v = 128 * hi + lo; elsewhere it stays int16. Every variant computes the same integer sums exactly.
+An activation is an integer v, |v| <= 127 * 256 + 127. With VPDPBUSD (AVX512-VNNI, AVX-VNNI) it is split into two signed
+bytes, v = 256 * hi + lo; elsewhere it stays int16. Every variant computes the same integer sums exactly.
 
 Per quad of four weights the activation takes 8 bytes: ``hi hi hi hi lo lo lo lo`` for the VNNI sets, and int16
 ``v0 v2 v1 v3`` for the others, so that the even and the odd bytes of a dword each meet their pair.
@@ -138,7 +138,7 @@ class Dot:
         """The sums as one int32 vector."""
         if not self.isa.vnni:
             return sums[0]
-        return self.b.add(self.b.shl(sums[0], self.constant(7)), sums[1])
+        return self.b.add(self.b.shl(sums[0], self.constant(8)), sums[1])
 
     def start(self, initial: ir.Value | None) -> tuple[ir.Value, ir.Value]:
         """Sums that begin at zero, or at an int32 vector."""

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,7 @@ class CpuOps:
     Args:
         threads: CPU threads (None: all that the process may use).
         isa: instruction set of the projections, or "auto".
+        activation_bits: 16, or 32 for twice the work (see quantise.py).
         on_compile: called with a kernel's name before its first compilation on this machine.
 
     Raises:
@@ -87,20 +88,26 @@ class CpuOps:
     """
 
     def __init__(
-        self, threads: int | None = None, isa: str = "auto", on_compile: Callable[[str], None] | None = None
+        self,
+        threads: int | None = None,
+        isa: str = "auto",
+        activation_bits: Literal[16, 32] = 16,
+        on_compile: Callable[[str], None] | None = None,
     ) -> None:
         try:
             self._isa = choose_isa(isa)
         except IsaError as error:
             raise ConfigError(f"--cpu-isa: {error}") from error
+        self._activation_bits = activation_bits
         self._on_compile = on_compile
         self._workers = Workers(threads or available_threads())
         self._weights = Arena()
         self._program: Program | None = None
         self._scratch: _Scratch | None = None
-        self._up: NDArray[np.float32] | None = None  # only for models whose gate and up have different types
         n = self._workers.threads
-        self.description = f"CPU ({self._isa.name.lower()}, {n} thread{'s' if n > 1 else ''})"
+        self.description = (
+            f"CPU ({self._isa.name.lower()}, {n} thread{'s' if n > 1 else ''}, {activation_bits}-bit activations)"
+        )
 
     # -- load time ---------------------------------------------------------------------------------
     def load_matrix(self, file: GGUFFile, name: str) -> PackedMatrix:
@@ -134,7 +141,7 @@ class CpuOps:
 
         widest = max(config.d_model, config.q_width, config.d_ff)
         self._scratch = _Scratch(
-            rows=QuantisedRows(max(rows, wanted), widest, self._isa),
+            rows=QuantisedRows(max(rows, wanted), widest, self._isa, fine=self._activation_bits == 32),
             decode=decode_scratch(threads, config.n_heads, config.n_kv_heads, config.head_dim, config.context_length),
             prefill=prefill_scratch(threads, config.head_dim),
             normed=f32(wanted, config.d_model),
@@ -180,6 +187,18 @@ class CpuOps:
     def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
         return ws.logits[:rows]
 
+    # -- between steps ---------------------------------------------------------------------------
+    def read_kv(self, kv: KVCache, slot: int, start: int, stop: int) -> NDArray:
+        return np.stack((kv.k[:, slot, start:stop], kv.v[:, slot, start:stop]))
+
+    def write_kv(self, kv: KVCache, slot: int, start: int, data: NDArray) -> None:
+        stop = start + data.shape[2]
+        kv.k[:, slot, start:stop], kv.v[:, slot, start:stop] = data
+
+    def copy_kv(self, kv: KVCache, source: int, target: int, start: int, stop: int) -> None:
+        for array in (kv.k, kv.v):
+            array[:, target, start:stop] = array[:, source, start:stop]
+
     # -- inside `record` ---------------------------------------------------------------------------
     @property
     def _recording(self) -> tuple[Program, _Scratch]:
@@ -191,7 +210,9 @@ class CpuOps:
         program, _ = self._recording
         program.add(embed(table.type), table=table.data, token_ids=token_ids, x=x, rows=len(x), width=table.width)
 
-    def rmsnorm(self, x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]) -> None:
+    def rmsnorm(
+        self, x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]
+    ) -> None:
         self._rmsnorm(x, weight, eps, out, None)
 
     def _rmsnorm(
@@ -319,14 +340,7 @@ class CpuOps:
     ) -> None:
         program, scratch = self._recording
         record_quantise(program, h, scratch.rows)
-        if gate.type == up.type:
-            record_gate_up_swiglu(program, gate, up, scratch.rows, out)
-            return
-        if self._up is None or len(self._up) < len(out):
-            self._up = aligned_empty((scratch.rows.max_rows, out.shape[1]), np.float32)
-        other = self._up[: len(out)]
-        record_project(program, [Projection(gate, out), Projection(up, other)], scratch.rows)
-        program.add(elementwise.swiglu, gate=out, up=other, out=out, size=out.size)
+        record_gate_up_swiglu(program, gate, up, scratch.rows, out)
 
     def logits(
         self,

@@ -7,6 +7,7 @@ tile of tokens after the other: weights come from memory once, activations once 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from m40llm.ops.cpu.formats import BLOCK, FORMATS, ROWS
@@ -43,6 +44,7 @@ OPERAND = {
     "steps": np.int64,
     "x": pointer(np.uint8),
     "x_row_bytes": np.int64,
+    "fine": np.int64,  # bytes from x to the tiles of what its 16 bits leave; 0: there are none
 }
 RESULT = {
     "n": np.int64,
@@ -54,11 +56,21 @@ RESULT = {
 PROJECT = layout(**OPERAND, **RESULT, bias=pointer(np.float32), add=np.int64)
 
 
+@numba.njit(_nrt=False, error_model="numpy", boundscheck=False)
+def _products(tile, quants, scales, x, fine, y_at, scratch, steps, tokens):
+    """y (tokens, 16) = one group of rows times the tile of x, and times what is left of it."""
+    call_tile(tile, quants, scales, x, y_at, steps)
+    if fine != 0:
+        call_tile(tile, quants, scales, x + fine, scratch, steps)
+        for t in range(0, LANE_BYTES * tokens, LANE_BYTES):
+            store(y_at + t, load(y_at + t) + load(scratch + t))
+
+
 @kernel(PROJECT)
 def project(args, tid, threads):
     """y = W x (+ bias), into out or added to it."""
     a = record(args, PROJECT)
-    y_at = stack(512)
+    y_at, scratch = stack(512), stack(512)
     y = f32(y_at, TILE * ROWS)
     groups = (a.n + ROWS - 1) // ROWS
     bias = f32(a.bias, a.n)
@@ -69,7 +81,8 @@ def project(args, tid, threads):
             tokens = min(TILE, a.rows - first)
             tile = a.tile if tokens == TILE else a.rest_tile
             for g in range(start, min(start + a.block, stop)):
-                call_tile(tile, a.quants + g * a.quants_bytes, a.scales + g * a.scales_bytes, x, y_at, a.steps)
+                quants, scales = a.quants + g * a.quants_bytes, a.scales + g * a.scales_bytes
+                _products(tile, quants, scales, x, a.fine, y_at, scratch, a.steps, tokens)
                 width = min(ROWS, a.n - g * ROWS)
                 for t in range(tokens):
                     out = f32(a.out + ((first + t) * a.stride + g * ROWS) * 4, width)
@@ -89,7 +102,7 @@ GATE_UP = layout(**OPERAND, **{f"up_{name}": kind for name, kind in OPERAND.item
 def gate_up_swiglu(args, tid, threads):
     """out = silu(gate x) * (up x)."""
     a = record(args, GATE_UP)
-    gate_at, up_at = stack(512), stack(512)
+    gate_at, up_at, scratch = stack(512), stack(512), stack(512)
     gate = f32(gate_at, TILE * ROWS)
     groups = (a.n + ROWS - 1) // ROWS
     one, most = splat(np.float32(1.0)), splat(np.float32(87.0))
@@ -103,9 +116,10 @@ def gate_up_swiglu(args, tid, threads):
             tile = a.tile if tokens == TILE else a.rest_tile
             up_tile = a.up_tile if tokens == TILE else a.up_rest_tile
             for g in range(start, min(start + a.block, stop)):
-                call_tile(tile, a.quants + g * a.quants_bytes, a.scales + g * a.scales_bytes, x, gate_at, a.steps)
+                quants, scales = a.quants + g * a.quants_bytes, a.scales + g * a.scales_bytes
+                _products(tile, quants, scales, x, a.fine, gate_at, scratch, a.steps, tokens)
                 up_quants, up_scales = a.up_quants + g * a.up_quants_bytes, a.up_scales + g * a.up_scales_bytes
-                call_tile(up_tile, up_quants, up_scales, up_x, up_at, a.up_steps)
+                _products(up_tile, up_quants, up_scales, up_x, a.up_fine, up_at, scratch, a.up_steps, tokens)
                 width = min(ROWS, a.n - g * ROWS)
                 for t in range(tokens):
                     v = load(gate_at + LANE_BYTES * t)
@@ -138,6 +152,7 @@ def _operand(program: Program, matrix: PackedMatrix, q: QuantisedRows) -> dict:
         "steps": matrix.k // BLOCK if quantised else matrix.k,
         "x": q.record(program, quantised).view(np.uint8),
         "x_row_bytes": matrix.k // BLOCK * TILE_BLOCK_BYTES if quantised else 4 * matrix.k,
+        "fine": q.fine_offset if quantised else 0,
     }
 
 

@@ -1,7 +1,9 @@
-"""Activations for projections: float32 rows to 15-bit integers per block of 32, in the tile layout of tile.py.
+"""Activations for projections: float32 rows to 16-bit integers per block of 32, in the tile layout of tile.py.
 
-x = sx * v with sx = max|x| / (127 * 128 + 63): the error is at most max|x| / 32638 per element, a hundredth of that of
-8-bit activations. Rows are packed in tiles of 8, the rest in one tile of 1, 2, 4 or 8 whose last rows may be unused.
+x = sx * v with sx = max|x| / (127 * 256 + 127): the error is at most max|x| / 65278 per element, 1/257 of that of 8-bit
+activations. With `fine`, what is left of x is quantised in the same way into tiles of its own, and projections add both
+products: 32 bits of the largest value of a block, for twice the work. Rows are packed in tiles of 8, the rest in one tile
+of 1, 2, 4 or 8 whose last rows may be unused.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from m40llm.ops.cpu.formats import BLOCK
-from m40llm.ops.cpu.intrinsics import f32, i32, record
+from m40llm.ops.cpu.intrinsics import f32, i32, record, stack
 from m40llm.ops.cpu.isa import ISA
 from m40llm.ops.cpu.program import Program, aligned_empty, kernel, layout, pointer
 from m40llm.ops.cpu.tile import META, NEGATIVE_SUM, SCALED_SUM, TILE_TOKENS, WHOLE, block_bytes
@@ -23,7 +25,7 @@ from m40llm.ops.cpu.tile import META, NEGATIVE_SUM, SCALED_SUM, TILE_TOKENS, WHO
 __all__ = ["TILE", "QuantisedRows", "record_quantise", "rest_tokens"]
 
 TILE = max(TILE_TOKENS)
-LARGEST = 127 * 128 + 63
+LARGEST = 127 * 256 + 127
 SMALLEST = 1e-30  # blocks below it count as zero: 1 / sx must stay finite
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VI, VF = ir.VectorType(I32, 16), ir.VectorType(F32, 16)
@@ -37,12 +39,15 @@ def rest_tokens(rows: int) -> int:
 
 
 @intrinsic(prefer_literal=True)
-def _quantise_block(typingctx, split, x, out, width, token):
-    """One block of 32: float32 at x into the tile block at ``out`` of ``width`` tokens. ``split`` (literal): hi and lo bytes."""
+def _quantise_block(typingctx, split, x, out, width, token, left):
+    """One block of 32: float32 at x into the tile block at ``out`` of ``width`` tokens.
+
+    ``split`` (literal): hi and lo bytes. ``left`` (32 float32) takes what the integers do not say of x.
+    """
     bytes_apart = bool(split.literal_value)
 
     def codegen(context, b, sig, args):
-        _, x, out, width, token = args
+        _, x, out, width, token, left = args
 
         def call(name, result, *values):
             kind = ir.FunctionType(result, [v.type for v in values])
@@ -73,9 +78,11 @@ def _quantise_block(typingctx, split, x, out, width, token):
             scaled = b.fmul(part, splat(inverse, VF))
             v = b.fptosi(call("llvm.rint.v16f32", VF, scaled), VI)
             sums.append(call("llvm.vector.reduce.add.v16i32", I32, v))
+            rest = call("llvm.fma.v16f32", VF, splat(b.fneg(sx), VF), b.sitofp(v, VF), part)
+            b.store(rest, b.inttoptr(b.add(left, I64(64 * half)), VF.as_pointer())).align = 4
             if bytes_apart:
-                high = b.ashr(b.add(v, constant(64)), constant(7))
-                low = b.sub(v, b.shl(high, constant(7)))
+                high = b.ashr(b.add(v, constant(128)), constant(8))
+                low = b.sub(v, b.shl(high, constant(8)))
                 dwords = [b.bitcast(b.trunc(p, ir.VectorType(I8, 16)), ir.VectorType(I32, 4)) for p in (high, low)]
                 order = [0, 4, 1, 5, 2, 6, 3, 7]
                 pairs = b.shuffle_vector(*dwords, ir.Constant(ir.VectorType(I32, 8), order))
@@ -99,7 +106,7 @@ def _quantise_block(typingctx, split, x, out, width, token):
             put_meta(b.fmul(b.sitofp(total, F32), sx), SCALED_SUM + i)
         return context.get_dummy_value()
 
-    return types.void(split, *[types.int64] * 4), codegen
+    return types.void(split, *[types.int64] * 5), codegen
 
 
 assert META == 8 and WHOLE == 2  # noqa: PT018  # what put_meta fills above
@@ -112,6 +119,7 @@ QUANTISE = layout(
     rest=np.int64,
     blocks=np.int64,
     tiles=pointer(np.uint8),
+    fine=pointer(np.uint8),  # tiles of what is left; null: not wanted
 )
 
 
@@ -122,6 +130,7 @@ def _quantiser(split: bool) -> Callable[[int, int, int], None]:
         a = record(args, QUANTISE)
         index = i32(a.index, a.rows)
         full = a.rows // TILE * TILE
+        left = stack(128)  # 32 float32
         # work is cut over rows and blocks alike, so that one row also keeps all threads busy
         count = a.rows * a.blocks
         for item in range(tid * count // threads, (tid + 1) * count // threads):
@@ -129,8 +138,11 @@ def _quantiser(split: bool) -> Callable[[int, int, int], None]:
             row = index[t] if a.index != 0 else t
             first = t // TILE * TILE
             width = TILE if t < full else a.rest
-            out = a.tiles + (first * a.blocks + block * width) * TILE_BLOCK_BYTES
-            _quantise_block(literal, a.x + (row * a.stride + BLOCK * block) * 4, out, width, t - first)
+            at = (first * a.blocks + block * width) * TILE_BLOCK_BYTES
+            x = a.x + (row * a.stride + BLOCK * block) * 4
+            _quantise_block(literal, x, a.tiles + at, width, t - first, left)
+            if a.fine != 0:
+                _quantise_block(literal, left, a.fine + at, width, t - first, left)
 
     return quantise
 
@@ -178,14 +190,23 @@ class QuantisedRows:
     max_rows: int
     max_k: int
     isa: ISA
+    fine: bool = False  # 32 instead of 16 bits
     tiles: np.ndarray = field(init=False)
+    fine_tiles: np.ndarray | None = field(init=False, default=None)
     floats: np.ndarray | None = field(init=False, default=None)  # only models with float matrices need it
 
     def __post_init__(self) -> None:
         self.padded_rows = -(-self.max_rows // TILE) * TILE
-        self.tiles = aligned_empty(self.padded_rows * -(-self.max_k // BLOCK) * TILE_BLOCK_BYTES, np.uint8)
+        size = self.padded_rows * -(-self.max_k // BLOCK) * TILE_BLOCK_BYTES
+        self.tiles = aligned_empty(size, np.uint8)
+        self.fine_tiles = aligned_empty(size, np.uint8) if self.fine else None
         self._source: tuple[np.ndarray, np.ndarray | None, int] | None = None
         self._ready: set[bool] = set()
+
+    @property
+    def fine_offset(self) -> int:
+        """Bytes from `tiles` to the tiles of what their integers leave; 0 where there are none."""
+        return 0 if self.fine_tiles is None else self.fine_tiles.ctypes.data - self.tiles.ctypes.data
 
     def name_source(self, x: np.ndarray, rows: np.ndarray | None) -> None:
         count = len(x) if rows is None else len(rows)
@@ -220,7 +241,7 @@ class QuantisedRows:
                 "rest": rest_tokens(count),
             }
             if quantised:
-                program.add(QUANTISERS[self.isa.vnni], **shared, blocks=k // BLOCK, tiles=tiles)
+                program.add(QUANTISERS[self.isa.vnni], **shared, blocks=k // BLOCK, tiles=tiles, fine=self.fine_tiles)
             else:
                 program.add(tile_floats, **shared, k=k, tiles=tiles)
             self._ready.add(quantised)
