@@ -1,11 +1,12 @@
 // The checker: every load, store and atomic of an instrumented module passes check_access() with its address, size and
-// place in the code. (This is also where memory traffic would be counted.)
+// place in the code. In traffic mode it is counted (traffic.h), and only bounds are checked.
 //
 // A race is two accesses of one byte, at least one of them a write, by threads whose order nothing establishes: within a
 // block a barrier orders, within a warp also __syncwarp, between blocks only fence + atomic. Because order is judged and
 // not observed, one run in any thread order finds the race.
 #pragma once
 #include "scheduler.h"
+#include "traffic.h"
 
 namespace emu {
 
@@ -194,17 +195,23 @@ inline void check_access(uintptr_t address, size_t size, Access access, uintptr_
     if (offset + size > variable.size)
       EMU_FAIL(pc, "out-of-bounds %s of %zu byte(s) at offset %zu of __shared__ '%s' (size %zu)", verb, size, offset,
                variable.name.c_str(), variable.size);
+    if (launch.options.traffic) record_traffic(address, size, Space::shared, 0, !writes, writes, pc);
     if (races) check_bytes(&variable.shadow[offset], size, access, {variable.name.c_str(), offset, true}, pc);
     return;
   }
   const size_t dynamic_offset = address - (uintptr_t)launch.dynamic_shared;
   if (dynamic_offset < launch.dynamic_shared_bytes && dynamic_offset + size <= launch.dynamic_shared_bytes) {
     const Place place{"dynamic shared memory", dynamic_offset, true};
+    if (launch.options.traffic) record_traffic(address, size, Space::shared, 0, !writes, writes, pc);
     if (races) check_bytes(&dynamic_shadow[dynamic_offset], size, access, place, pc);
     return;
   }
   if (const EmuRange* range = find_range(address, size, writes)) {
     if (access == Access::atomic) block_of_last_atomic = launch.block_id;
+    if (launch.options.traffic) {
+      const size_t index = (size_t)(range - launch.options.ranges);
+      record_traffic(address, size, Space::global, index, access != Access::write, writes, pc);
+    }
     if (!races) return;
     for (WritableRegion& region : regions) {
       if (address < region.begin || address >= region.end) continue;
@@ -226,7 +233,7 @@ inline void check_access(uintptr_t address, size_t size, Access access, uintptr_
 }  // namespace emu
 
 extern "C" EMU_HIDDEN void emu_atomic_access(const volatile void* address, size_t size) {
-  if (!emu::launch.options.races) return;
+  if (!emu::launch.options.races && !emu::launch.options.traffic) return;
   emu::check_access((uintptr_t)address, size, emu::Access::atomic, EMU_CALLER);
 }
 extern "C" EMU_HIDDEN void emu_fence() {

@@ -30,6 +30,7 @@ inline void complete_collective(int first_fiber, uint32_t mask, uint32_t live, i
   }
   // Only the whole warp's __syncwarp orders memory; a shuffle exchanges registers and promises nothing about memory.
   if (operation == EMU_SYNCWARP && mask == live) warps[first_fiber / kWarp].epoch++;
+  if (mask == live) converged(first_fiber / kWarp);
   for (uint32_t rest = mask; rest; rest &= rest - 1) {
     const int lane = lowest(rest);
     Fiber& fiber = fibers[first_fiber + lane];

@@ -68,7 +68,9 @@ inline void run_grid(const uint32_t* grid, const uint32_t* block) {
     // Shared memory starts undefined: a kernel that relies on zeros must see NaN.
     for (const SharedVariable& variable : shared_variables) memset(variable.begin, 0xFF, variable.size);
     if (launch.dynamic_shared_bytes) memset(launch.dynamic_shared, 0xFF, launch.dynamic_shared_bytes);
+    traffic_of_next_block();
     run_block();
+    if (!launch.failed) traffic_of_block_done();
   }
   launch.block_id = before + (uint32_t)order.count;
 }
@@ -116,8 +118,10 @@ EMU_EXPORT int emu_launch(void (*kernel)(void**), const uint32_t* dimensions, ui
   launch.dynamic_shared = dynamic_shared_end() - ((shared_bytes + 15) & ~15u);
   launch.failed = false;
   prepare_checker();
+  prepare_traffic();
   SignalGuard signals;
   FlushMode flush(true);
   run_grid(grid, block);
+  if (!launch.failed) finish_traffic();
   return launch.failed;
 }

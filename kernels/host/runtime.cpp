@@ -5,3 +5,4 @@
 #include "launch.h"
 #include "sanitizer_hooks.h"
 #include "scheduler.h"
+#include "traffic.h"

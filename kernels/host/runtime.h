@@ -5,6 +5,7 @@
 //   scheduler.h       fibers: one CUDA thread each; barriers; who runs next
 //   collectives.h     shuffles, votes, __syncwarp
 //   checker.h         bounds, races, uninitialised shared memory
+//   traffic.h         in traffic mode: bytes moved, bank conflicts
 //   sanitizer_hooks.h the compiler's instrumentation calls, routed to the checker
 //   faults.h          reporting; signals; the time limit
 //   launch.h          the entry points that Python calls
@@ -42,6 +43,22 @@ struct EmuRange {
   const char* name;
   uint32_t writable, reserved;
 };
+struct EmuRangeTraffic {
+  uint64_t read, written, dram_read;  // bytes between L2 and the multiprocessors, and from DRAM
+};
+struct EmuPlaceTraffic {
+  uint64_t pc, accesses, passes, least;  // of shared memory, by a warp
+};
+struct EmuTraffic {
+  void* l2;
+  uint64_t blocks_at_once;
+  EmuRangeTraffic* ranges;  // one for each of the options' ranges, zero at the start
+  EmuPlaceTraffic* places;
+  uint64_t place_capacity, place_count;
+  uint64_t loads, stores;            // warp accesses of device memory
+  uint64_t dram_read, dram_written;  // sectors
+  uint64_t shared_accesses, shared_passes, shared_least;
+};
 struct EmuOptions {
   uint32_t order;       // Order
   uint32_t seed;        // of Order::random
@@ -49,6 +66,7 @@ struct EmuOptions {
   uint32_t timeout_ms;  // 0: none
   const EmuRange* ranges;
   uint64_t range_count;
+  EmuTraffic* traffic;  // null: accesses are checked, not counted
 };
 struct EmuReport {
   uint64_t switches, collectives, barriers, accesses;

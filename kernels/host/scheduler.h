@@ -61,6 +61,10 @@ inline uint3 fiber_index(int fiber) { return fibers[fiber].index; }
 
 const char* collective_name(int operation);
 
+// traffic.h: the lanes of a warp, or of all warps, have met.
+inline void converged(int warp);
+inline void all_converged();
+
 [[noreturn]] inline void fail_deadlock() {
   int at_barrier = -1, at_collective = -1, gone = -1, barriers = 0, collectives = 0;
   for (int i = launch.threads - 1; i >= 0; i--) {
@@ -155,6 +159,7 @@ inline void wait_at_barrier(const char* file, int line) {
                fibers[i].barrier_line);
     }
     waiting_at_barrier = 0;
+    all_converged();
     barrier_epoch++;
     launch.report->barriers++;
     for (int i = 0; i < launch.threads; i++) fibers[i].state = State::running;

@@ -5,6 +5,7 @@ For tests and for finding bugs, not for speed. Modes:
 * `fast`: guard pages and canaries around buffers, poisoned memory, deadlocks and divergent barriers.
 * `check`: every access: races, bounds of buffers and shared variables, alignment, uninitialised shared memory.
 * `kasan`: red zones around shared arrays, for overruns from one into its neighbour through a pointer.
+* `traffic`: bytes between multiprocessors, L2 and DRAM, and bank conflicts: `device.traffic.report()`, a row a launch.
 
 Everything runs at once when it is enqueued, so orders between streams are not checked.
 """
@@ -27,6 +28,7 @@ from m40llm.device.buffers import DeviceBuffer, DeviceMemory, DevicePointer, as_
 from m40llm.device.emulator_build import Mode, build
 from m40llm.device.emulator_memory import GuardedMemory
 from m40llm.device.emulator_module import LaunchOptions, LaunchStatistics, LoadedModule
+from m40llm.device.emulator_traffic import Traffic
 from m40llm.device.errors import DeviceError, KernelFault, OutOfDeviceMemory
 from m40llm.device.protocol import Argument, Counters, Dim, Kernel, three
 from m40llm.device.signature import check_block
@@ -102,10 +104,12 @@ class EmulatorDevice:
     ):
         self.name = f"emulator ({mode})"
         self.arch = "sm_52"
+        self.multiprocessors = 24
         self.counters = Counters()
         self.mode: Mode = mode
         self.options = LaunchOptions(order, seed, mode == "check", timeout_ms)
         self.last_launch: LaunchStatistics | None = None
+        self._traffic = Traffic() if mode == "traffic" else None
         self.fail_at_allocation: int | None = None
         self._cache_dir = default_cache_dir() if cache_dir is None else cache_dir
         self._kernel_dir = kernel_dir
@@ -114,6 +118,13 @@ class EmulatorDevice:
         self._modules: dict[str, LoadedModule] = {}
         self._live: dict[int, tuple[DeviceBuffer, GuardedMemory]] = {}  # by address
         self._capturing: EmulatorGraph | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        """What launches have moved. Raises DeviceError in another mode."""
+        if self._traffic is None:
+            raise DeviceError(f'the emulator counts traffic in mode "traffic", not "{self.mode}"')
+        return self._traffic
 
     # ---- memory --------------------------------------------------------------------------------------------------------
 
@@ -212,7 +223,7 @@ class EmulatorDevice:
         arguments: Sequence[DevicePointer | np.generic | None],
     ) -> None:
         loaded: LoadedModule = kernel.handle
-        self.last_launch = loaded.launch(kernel.symbol, dimensions, shared, arguments, self.options)
+        self.last_launch = loaded.launch(kernel.symbol, dimensions, shared, arguments, self.options, self._traffic)
         for argument in arguments:
             if isinstance(argument, DevicePointer):
                 _, memory = self._live[argument.buffer.ptr]

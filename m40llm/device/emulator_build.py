@@ -29,7 +29,7 @@ from m40llm.device.errors import DeviceError, DeviceUnavailable, KernelCompileEr
 from m40llm.device.signature import KernelSignature, Parameter, parse_kernels
 from m40llm.device.sources import HOST_DIR, KERNEL_DIR, digest, headers, include_dirs, kernel_source
 
-Mode = Literal["fast", "check", "kasan"]
+Mode = Literal["fast", "check", "kasan", "traffic"]
 
 _COMMON_FLAGS = (
     "-std=c++17",
@@ -59,6 +59,14 @@ _MODE_FLAGS: dict[str, tuple[str, ...]] = {
         "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow",
     ),
     "kasan": ("-O1", "-fsanitize=kernel-address", "--param=asan-globals=1", "-fsanitize-sections=emu_shared"),
+    # Vector loads and stores stay whole: no pass that splits or looks through the copy of a structure.
+    "traffic": (
+        "-O1",
+        "-fsanitize=thread",
+        "--param=tsan-instrument-func-entry-exit=0",
+        "-fno-tree-sra",
+        "-fno-tree-fre",
+    ),
 }
 MODES: tuple[str, ...] = tuple(_MODE_FLAGS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 
 from m40llm.device.buffers import DevicePointer
 from m40llm.device.emulator_build import EmulatorModule
+from m40llm.device.emulator_traffic import Traffic
 from m40llm.device.errors import DeviceError, KernelFault
 from m40llm.device.signature import POINTER
 from m40llm.device.sources import HOST_DIR
@@ -42,6 +44,7 @@ class _Options(ctypes.Structure):
         ("timeout_ms", ctypes.c_uint32),
         ("ranges", ctypes.POINTER(_Range)),
         ("range_count", ctypes.c_uint64),
+        ("traffic", ctypes.c_void_p),
     )
 
 
@@ -115,8 +118,9 @@ class LoadedModule:
         shared_bytes: int,
         arguments: Sequence[DevicePointer | np.generic | None],
         options: LaunchOptions,
+        traffic: Traffic | None = None,
     ) -> LaunchStatistics:
-        """Runs a kernel; `dimensions` is grid x, y, z, block x, y, z. Raises KernelFault.
+        """Runs a kernel; `dimensions` is grid x, y, z, block x, y, z. Its traffic is added to `traffic`. Raises KernelFault.
 
         Argument types must have been checked against the signature.
         """
@@ -132,6 +136,12 @@ class LoadedModule:
         c_options = _Options(
             ORDERS.index(options.order), options.seed, options.races, options.timeout_ms, ranges, len(reachable)
         )
+        counting = None
+        if traffic is not None:
+            counting = traffic.begin(
+                self._library, [pointer.name for pointer, _ in reachable], dimensions, shared_bytes
+            )
+            c_options.traffic = ctypes.addressof(counting.structure)
         report = _Report()
         invoke = ctypes.cast(getattr(self._library, f"emu_invoke__{symbol}"), ctypes.c_void_p)
         c_dimensions = (ctypes.c_uint32 * 6)(*dimensions)
@@ -146,6 +156,8 @@ class LoadedModule:
             )
         if failed:
             raise self._fault(symbol, report)
+        if traffic is not None and counting is not None:
+            traffic.add(symbol, counting, self._source_line)
         return LaunchStatistics(report.switches, report.collectives, report.barriers, report.accesses)
 
     def _fault(self, symbol: str, report: _Report) -> KernelFault:
@@ -158,6 +170,7 @@ class LoadedModule:
         thread = (report.thread[0], report.thread[1], report.thread[2])
         return KernelFault(symbol, block, thread, source or None, report.what.decode(errors="replace"))
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - modules live as long as their device
     def _source_line(self, pc: int) -> str | None:
         """ "file:line" of the instruction before `pc`: the innermost inlined frame that is not the emulator's own."""
         command = ["addr2line", "-i", "-e", str(self._module.library), hex(pc - 1 - self._base)]
