@@ -6,11 +6,22 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from m40llm.device import Device
+from m40llm.device.choose import choose_device, open_device
+from m40llm.device.emulator import EmulatorDevice
 from m40llm.ops.cuda import tensor
 from m40llm.ops.cuda.tensor import DeviceTensor
+
+# Every grid runs in the emulator, and on a card where there is one (pytest -m gpu).
+DEVICES = ["check", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def kernel_device(kind: str) -> Device:
+    """The emulator in its "check" mode, or the card that "cuda" means."""
+    return EmulatorDevice("check") if kind == "check" else open_device(choose_device(kind))
 
 
 class Arrays:

@@ -13,14 +13,14 @@ from m40llm.ops.cuda import attention
 from m40llm.ops.cuda.attention import Scratch, Segments
 from m40llm.ops.protocol import KVCache
 from tests import reference
-from tests.cuda_arrays import Arrays
+from tests.cuda_arrays import DEVICES, Arrays, kernel_device
 
 POISON = 0x7E00  # an FP16 NaN: a key beyond a sequence's end shows wherever it is used
 
 
-@pytest.fixture(scope="module")
-def arrays() -> Iterator[Arrays]:
-    with Arrays(EmulatorDevice("check")) as made:
+@pytest.fixture(scope="module", params=DEVICES)
+def arrays(request: pytest.FixtureRequest) -> Iterator[Arrays]:
+    with Arrays(kernel_device(request.param)) as made:
         yield made
 
 
@@ -70,7 +70,7 @@ class Case:
     def decode(self, *, window: int = 0, splits: int | None = None, ldg: bool = False) -> None:
         arrays, count = self.arrays, len(self.lengths)
         parts = splits or attention.splits_for(
-            count, self.layout.n_kv_heads, self.heads // self.layout.n_kv_heads, self.layout.context
+            arrays.device, count, self.layout.n_kv_heads, self.heads // self.layout.n_kv_heads, self.layout.context
         )
         places = count * self.heads * parts
         scratch = Scratch(arrays.poisoned((places * self.layout.head_dim,)), arrays.poisoned((places, 2)))
@@ -164,9 +164,10 @@ def test_what_no_kernel_computes_is_refused(arrays: Arrays) -> None:
 @pytest.mark.parametrize(("kv_heads", "group", "context"), [(3, 3, 4096), (8, 4, 8192), (1, 8, 100), (2, 11, 600)])
 def test_scratch_is_enough_for_every_step(kv_heads: int, group: int, context: int) -> None:
     heads = kv_heads * group
-    enough = attention.scratch_places(16, heads, kv_heads, context)
+    device = EmulatorDevice("fast")
+    enough = attention.scratch_places(device, 16, heads, kv_heads, context)
     for count in range(1, 17):
-        assert count * heads * attention.splits_for(count, kv_heads, group, context) <= enough
+        assert count * heads * attention.splits_for(device, count, kv_heads, group, context) <= enough
 
 
 @pytest.mark.parametrize("order", ["reverse", "random"])

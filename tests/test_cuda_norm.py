@@ -9,7 +9,7 @@ import pytest
 
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.ops.cuda import norm
-from tests.cuda_arrays import Arrays
+from tests.cuda_arrays import DEVICES, Arrays, kernel_device
 from tests.reference import rmsnorm, silu
 
 EPS = 1e-5
@@ -17,9 +17,9 @@ ROWS = (1, 2, 7, 8, 9, 33)
 WIDTHS = (4, 64, 100, 577, 1028)  # 577: the scalar instance; 1028: beyond one vector per thread
 
 
-@pytest.fixture(scope="module", params=["check"])
+@pytest.fixture(scope="module", params=DEVICES)
 def arrays(request: pytest.FixtureRequest) -> Iterator[Arrays]:
-    with Arrays(EmulatorDevice(request.param)) as made:
+    with Arrays(kernel_device(request.param)) as made:
         yield made
 
 

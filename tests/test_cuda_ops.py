@@ -18,6 +18,7 @@ from m40llm.plan import Segment, StepLimits, StepPlan
 from m40llm.session import DecodeSession
 from m40llm.weights import load_weights
 from tests import reference
+from tests.cuda_arrays import DEVICES, kernel_device
 from tests.tiny_gguf import build_tiny_gguf
 
 SLOTS, CONTEXT, ROWS = 3, 96, 40
@@ -27,6 +28,12 @@ PROMPTS = ([*range(5, 43)], [300], [*range(100, 111)])
 MEAN, MAXIMUM = 0.003, 0.03
 
 Open = Callable[[Ops], DecodeSession]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def kind(request: pytest.FixtureRequest) -> str:
+    """What `kernel_device` opens; each test opens its own, since a backend closes its device."""
+    return request.param
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -79,26 +86,26 @@ def expected(path: Path) -> dict[int, list[int]]:
 @pytest.mark.parametrize("chunk", [ROWS, 7, 1])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_packed_requests_give_the_cpus_tokens(
-    path: Path, expected: dict[int, list[int]], chunk: int, graphs: bool
+    kind: str, path: Path, expected: dict[int, list[int]], chunk: int, graphs: bool
 ) -> None:
     if graphs and chunk == 7:
         return  # prompts in chunks do not concern the graphs, which are of decode steps
-    device = EmulatorDevice("check")
+    device = kernel_device(kind)
     with open_session(path, CudaOps(device, decode_graph=graphs)) as session:
         assert generate(session, range(SLOTS), 4, chunk) == expected
     assert (device.counters.replays > 0) == graphs
 
 
-def test_a_request_alone_gives_the_same_tokens(path: Path, expected: dict[int, list[int]]) -> None:
-    with open_session(path, CudaOps(EmulatorDevice("check"))) as session:
+def test_a_request_alone_gives_the_same_tokens(kind: str, path: Path, expected: dict[int, list[int]]) -> None:
+    with open_session(path, CudaOps(kernel_device(kind))) as session:
         for slot in range(SLOTS):
             assert generate(session, [slot], 4, ROWS)[slot] == expected[slot]
 
 
-def test_logits_are_the_references(path: Path) -> None:
+def test_logits_are_the_references(kind: str, path: Path) -> None:
     with GGUFFile.open(path) as file:
         oracle = reference.forward(file, ModelConfig.from_gguf(file), PROMPTS[0])
-    with open_session(path, CudaOps(EmulatorDevice("check"))) as session:
+    with open_session(path, CudaOps(kernel_device(kind))) as session:
         session.run(StepPlan.pack([Segment(1, 0, PROMPTS[0][:20], [])]))
         plan = [Segment(1, 20, PROMPTS[0][20:], [5, 17]), Segment(0, 0, PROMPTS[1], [0])]
         got = session.run(StepPlan.pack(plan))
@@ -109,16 +116,18 @@ def test_logits_are_the_references(path: Path) -> None:
 
 
 @pytest.mark.parametrize("experiment", ["ldg", "ldg_kv"])
-def test_the_cache_experiments_change_no_token(path: Path, expected: dict[int, list[int]], experiment: str) -> None:
-    ops = CudaOps(EmulatorDevice("check"), cache_experiment=experiment)  # type: ignore[arg-type]
+def test_the_cache_experiments_change_no_token(
+    kind: str, path: Path, expected: dict[int, list[int]], experiment: str
+) -> None:
+    ops = CudaOps(kernel_device(kind), cache_experiment=experiment)  # type: ignore[arg-type]
     assert experiment in ops.description
     with open_session(path, ops) as session:
         assert generate(session, [1], 4, ROWS)[1] == expected[1]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_step_allocates_nothing_and_waits_once(path: Path, graphs: bool) -> None:
-    device = EmulatorDevice("check")
+def test_a_step_allocates_nothing_and_waits_once(kind: str, path: Path, graphs: bool) -> None:
+    device = kernel_device(kind)
     with open_session(path, CudaOps(device, decode_graph=graphs)) as session:
         for position in range(3):  # eager, captured, replayed
             before = device.counters.snapshot()

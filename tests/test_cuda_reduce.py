@@ -11,14 +11,14 @@ from m40llm.device.emulator import EmulatorDevice
 from m40llm.ops.cuda import reduce
 from m40llm.ops.cuda.reduce import ReduceScratch
 from tests import reference
-from tests.cuda_arrays import Arrays
+from tests.cuda_arrays import DEVICES, Arrays, kernel_device
 
 VOCABULARIES = (1, 31, 257, 4096, 4097, 9001)
 
 
-@pytest.fixture(scope="module")
-def arrays() -> Iterator[Arrays]:
-    with Arrays(EmulatorDevice("check")) as made:
+@pytest.fixture(scope="module", params=DEVICES)
+def arrays(request: pytest.FixtureRequest) -> Iterator[Arrays]:
+    with Arrays(kernel_device(request.param)) as made:
         yield made
 
 

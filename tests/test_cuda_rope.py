@@ -14,14 +14,14 @@ from m40llm.ops.cpu.rope import rope_tables
 from m40llm.ops.cuda.rope import Positions, RopeTable, rope, rope_append
 from m40llm.ops.protocol import KVCache
 from tests import reference
-from tests.cuda_arrays import Arrays
+from tests.cuda_arrays import DEVICES, Arrays, kernel_device
 
 MAX_POS = 300
 
 
-@pytest.fixture(scope="module")
-def arrays() -> Iterator[Arrays]:
-    with Arrays(EmulatorDevice("check")) as made:
+@pytest.fixture(scope="module", params=DEVICES)
+def arrays(request: pytest.FixtureRequest) -> Iterator[Arrays]:
+    with Arrays(kernel_device(request.param)) as made:
         yield made
 
 

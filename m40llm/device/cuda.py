@@ -103,6 +103,7 @@ class CudaDevice:
         cupy = import_cupy(card.arch)
         self.name = card.name
         self.arch = card.arch
+        self.multiprocessors = card.multiprocessors
         self.card = card
         self.counters = Counters()
         self._cuda = cupy.cuda

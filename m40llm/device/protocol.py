@@ -89,6 +89,7 @@ class Device(Protocol):
 
     name: str  # "Tesla M40 24GB", "emulator (check)"
     arch: str  # "sm_52"
+    multiprocessors: int  # 24 on a Tesla M40: what grids are sized for
     counters: Counters
 
     def alloc(self, nbytes: int, name: str) -> DeviceBuffer:

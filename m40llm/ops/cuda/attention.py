@@ -17,8 +17,8 @@ HEAD_SIZES = (64, 128, 256)
 _DECODE_THREADS = 128
 _HEADS_PER_BLOCK = (1, 4, 8)  # instances of the decode kernel
 _KEYS_PER_SHARE = 128  # DECODE_SHARE in attention_decode.cuh
-# Two blocks for each of a Tesla M40's 24 multiprocessors, twice: short sequences leave some of them without work.
-_TARGET_BLOCKS = 96
+# Two resident blocks for each multiprocessor, twice: short sequences leave some of them without work.
+_BLOCKS_PER_MULTIPROCESSOR = 4
 _PREFILL_THREADS = 128
 _PREFILL_ROWS = {64: 64, 128: 32, 256: 32}  # query rows (tokens x heads of a group) of a block
 
@@ -55,17 +55,18 @@ def check_heads(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         )
 
 
-def splits_for(segments: int, kv_heads: int, group: int, context: int) -> int:
+def splits_for(device: Device, segments: int, kv_heads: int, group: int, context: int) -> int:
     """How many blocks share the keys of one KV head (grid.y of the decode kernel)."""
     head_blocks = -(-group // _heads_per_block(group))
-    wanted = -(-_TARGET_BLOCKS // (segments * kv_heads * head_blocks))
+    target = _BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors
+    wanted = -(-target // (segments * kv_heads * head_blocks))
     return max(1, min(wanted, -(-context // _KEYS_PER_SHARE)))
 
 
-def scratch_places(segments: int, n_heads: int, kv_heads: int, context: int) -> int:
+def scratch_places(device: Device, segments: int, n_heads: int, kv_heads: int, context: int) -> int:
     """Partial results of the step that has most of them, among steps of up to `segments` segments."""
     group = n_heads // kv_heads
-    return n_heads * max(s * splits_for(s, kv_heads, group, context) for s in range(1, segments + 1))
+    return n_heads * max(s * splits_for(device, s, kv_heads, group, context) for s in range(1, segments + 1))
 
 
 def attention_decode(
@@ -93,7 +94,7 @@ def attention_decode(
     layout = kv.layout
     n_heads, group = _heads(q, layout)
     count = len(segments)
-    parts = splits_for(count, layout.n_kv_heads, group, layout.context) if splits is None else splits
+    parts = splits_for(device, count, layout.n_kv_heads, group, layout.context) if splits is None else splits
     places = count * n_heads * parts
     if parts > 1 and (len(scratch.out) < places * layout.head_dim or len(scratch.stats) < places):
         raise ValueError(f"{places} partial results do not fit into scratch for {len(scratch.stats)}")

@@ -149,7 +149,9 @@ class CudaOps:
 
         offsets = plan_offsets(limits)
         # the cache may be shorter than the model's context: then fewer partial results are used
-        places = attention.scratch_places(limits.segments, config.n_heads, config.n_kv_heads, config.context_length)
+        places = attention.scratch_places(
+            self._device, limits.segments, config.n_heads, config.n_kv_heads, config.context_length
+        )
         logits_at = -(-4 * wanted // _ALIGN) * _ALIGN
         scratch = _Scratch(
             packed=self._new((offsets["total"],), np.int32, "plan"),
@@ -218,6 +220,33 @@ class CudaOps:
             self.read_ids(ws, rows)
         assert self._logits is not None
         return self._logits
+
+    # -- between steps -------------------------------------------------------------------------------
+    def read_kv(self, kv: KVCache, slot: int, start: int, stop: int) -> NDArray[Any]:
+        layout = kv.layout
+        data = np.empty((2, layout.n_layers, stop - start, layout.n_kv_heads, layout.head_dim), layout.storage)
+        for half, cached in zip(data, (kv.k, kv.v), strict=True):
+            for layer, out in enumerate(half):
+                at = layout.offset(layer, slot, start) * layout.storage.itemsize
+                out[...] = self._device.download(cached.memory, out.shape, out.dtype, at)
+        return data
+
+    def write_kv(self, kv: KVCache, slot: int, start: int, data: NDArray[Any]) -> None:
+        layout = kv.layout
+        for half, cached in zip(data, (kv.k, kv.v), strict=True):
+            for layer, rows in enumerate(half):
+                at = layout.offset(layer, slot, start) * layout.storage.itemsize
+                self._device.upload(cached.memory, rows, at)
+
+    def copy_kv(self, kv: KVCache, source: int, target: int, start: int, stop: int) -> None:
+        layout = kv.layout
+        item = layout.storage.itemsize
+        nbytes = (stop - start) * layout.pos_stride * item
+        for cached in (kv.k, kv.v):
+            for layer in range(layout.n_layers):
+                src = cached.memory.view(layout.offset(layer, source, start) * item, nbytes)
+                dst = cached.memory.view(layout.offset(layer, target, start) * item, nbytes)
+                self._device.copy(dst, src, nbytes)
 
     # -- inside `record` -----------------------------------------------------------------------------
     def embed(self, table: CudaMatrix, token_ids: DeviceTensor, x: DeviceTensor) -> None:
