@@ -79,6 +79,37 @@ class DecodeSession:
         rows = shape.logit_rows
         return StepResult(self._ops.read_ids(self._ws, rows), self._ops.read_logits(self._ws, rows))
 
+    def read_kv(self, slot: int, start: int, stop: int) -> NDArray:
+        """K and V of positions `start .. stop` of a slot: (2, L, n, KH, HD) in the KV storage type, K first.
+
+        Raises:
+            IndexError: outside the KV cache; as in `write_kv` and `copy_kv`.
+        """
+        self._check_positions(slot, start, stop)
+        return self._ops.read_kv(self.kv, slot, start, stop)
+
+    def write_kv(self, slot: int, start: int, data: NDArray) -> None:
+        """Stores what `read_kv` returned, or positions of it, from position `start` of a slot on."""
+        layout = self.kv_layout
+        self._check_positions(slot, start, start + data.shape[2])
+        expected = (2, layout.n_layers, data.shape[2], layout.n_kv_heads, layout.head_dim)
+        if data.shape != expected or data.dtype != layout.storage:
+            raise ValueError(f"keys and values are {data.dtype} {data.shape}; expected {layout.storage} {expected}")
+        self._ops.write_kv(self.kv, slot, start, data)
+
+    def copy_kv(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copies positions `start .. stop` from one slot to another."""
+        self._check_positions(source, start, stop)
+        self._check_positions(target, start, stop)
+        self._ops.copy_kv(self.kv, source, target, start, stop)
+
+    def _check_positions(self, slot: int, start: int, stop: int) -> None:
+        layout = self.kv_layout
+        if not (0 <= slot < layout.n_slots and 0 <= start < stop <= layout.context):
+            raise IndexError(
+                f"positions {start}..{stop} of slot {slot} are outside {layout.n_slots} slots of {layout.context} tokens"
+            )
+
     def _record(self, shape: StepShape) -> Step:
         def body() -> None:
             forward(self.config, self._weights, self._ws, self.kv, shape, self._ops)

@@ -61,7 +61,11 @@ class KVLayout:
         Raises:
             IndexError: outside the cache.
         """
-        for name, value, size in (("layer", layer, self.n_layers), ("slot", slot, self.n_slots), ("position", pos, self.context)):
+        for name, value, size in (
+            ("layer", layer, self.n_layers),
+            ("slot", slot, self.n_slots),
+            ("position", pos, self.context),
+        ):
             if not 0 <= value < size:
                 raise IndexError(f"{name} {value} is outside 0..{size - 1}")
         return layer * self.layer_stride + slot * self.slot_stride + pos * self.pos_stride

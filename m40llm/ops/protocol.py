@@ -88,6 +88,16 @@ class Ops(Protocol):
     def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
         """Logits (R, V) as a host array, valid until the next step."""
 
+    # -- between steps ---------------------------------------------------------------------------
+    def read_kv(self, kv: KVCache, slot: int, start: int, stop: int) -> NDArray:
+        """K and V of positions `start .. stop` of a slot as a new host array (2, L, n, KH, HD), K first; waits."""
+
+    def write_kv(self, kv: KVCache, slot: int, start: int, data: NDArray) -> None:
+        """Stores such an array at positions `start ..` of a slot; it may be changed afterwards."""
+
+    def copy_kv(self, kv: KVCache, source: int, target: int, start: int, stop: int) -> None:
+        """Copies K and V of positions `start .. stop` from one slot to another."""
+
     # -- inside `record` ---------------------------------------------------------------------------
     def embed(self, table: Matrix, token_ids: Tensor, x: Tensor) -> None:
         """x[t] = dequantised row token_ids[t]."""
@@ -96,14 +106,24 @@ class Ops(Protocol):
         """out = x / sqrt(mean(x^2) + eps) * weight, by rows (Zhang and Sennrich, 2019)."""
 
     def qkv(
-        self, h: Tensor, weights: tuple[Matrix, Matrix, Matrix], biases: tuple[Tensor | None, ...], q: Tensor, k: Tensor, v: Tensor
+        self,
+        h: Tensor,
+        weights: tuple[Matrix, Matrix, Matrix],
+        biases: tuple[Tensor | None, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> None:
         """q, k, v = h @ W.T + bias, one pass over the input."""
 
-    def rope_append(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, config: ModelConfig, kv: KVCache, layer: int, ws: Workspace) -> None:
+    def rope_append(
+        self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, config: ModelConfig, kv: KVCache, layer: int, ws: Workspace
+    ) -> None:
         """Rotates q in place; rotates k and stores k, v at (layer, row_slot[t], pos[t])."""
 
-    def attention(self, q: Tensor, kv: KVCache, layer: int, shape: StepShape, config: ModelConfig, ws: Workspace, out: Tensor) -> None:
+    def attention(
+        self, q: Tensor, kv: KVCache, layer: int, shape: StepShape, config: ModelConfig, ws: Workspace, out: Tensor
+    ) -> None:
         """Causal grouped-query attention of every segment over its slot's cached positions."""
 
     def project(self, h: Tensor, weight: Matrix, out: Tensor, *, bias: Tensor | None = None, add: bool = False) -> None:
