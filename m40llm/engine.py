@@ -15,7 +15,7 @@ from m40llm.config import RuntimeOptions, SamplingParams
 from m40llm.engine_stats import EngineStats, SlotStats, StepStats
 from m40llm.generation import CancelReason, FinishReason, Generation
 from m40llm.model import Model, OnCompile
-from m40llm.sampling import token_logprobs
+from m40llm.sampling import Constraint, token_logprobs
 from m40llm.scheduler import Priority, ScheduledStep, Scheduler, Sequence
 from m40llm.session import StepResult
 from m40llm.weights import LoadProgress
@@ -36,10 +36,15 @@ class QueueFull(RuntimeError):
 
 
 class Request(NamedTuple):
-    """What `submit_all` takes several of: token ids of the prompt, and how to continue it."""
+    """What `submit_all` takes several of: token ids of the prompt, and how to continue it.
+
+    `constraint` restricts the output's tokens and is this request's own; `written` are control tokens that the text shows.
+    """
 
     prompt_ids: SequenceOf[int]
     params: SamplingParams
+    constraint: Constraint | None = None
+    written: frozenset[int] = frozenset()
 
 
 class _Totals:
@@ -163,17 +168,19 @@ class Engine:
         vocab_size = self.model.config.vocab_size
         generations = [
             Generation(
-                list(prompt_ids),
-                params,
+                list(request.prompt_ids),
+                request.params,
                 self.model.tokenizer,
                 vocab_size,
-                self._max_tokens(prompt_ids, params, vocab_size),
+                self._max_tokens(request, vocab_size),
                 priority,
                 self._nudge,
                 on_events[i] if on_events else None,
                 stream,
+                request.constraint,
+                request.written,
             )
-            for i, (prompt_ids, params) in enumerate(requests)
+            for i, request in enumerate(requests)
         ]
         with self._wake:
             if self._failure is not None:
@@ -207,7 +214,10 @@ class Engine:
                 f"{self._open} requests are running or waiting, {limit} are the limit (--slots plus --max-queue); try again later"
             )
 
-    def _max_tokens(self, prompt_ids: SequenceOf[int], params: SamplingParams, vocab_size: int) -> int:
+    def _max_tokens(self, request: Request, vocab_size: int) -> int:
+        prompt_ids, params = request.prompt_ids, request.params
+        if request.constraint is not None and params.ignore_eos:
+            raise RequestError("ignore_eos cannot be combined with constrained output, which ends when it is complete")
         n = len(prompt_ids)
         if n == 0:
             raise RequestError("the prompt is empty; give at least one token")

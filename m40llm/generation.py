@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from m40llm.config import SamplingParams
-from m40llm.sampling import Sampler, StopChecker, TokenLogprobs
+from m40llm.sampling import Constraint, Sampler, StopChecker, TokenLogprobs
 from m40llm.scheduler import Priority, Sequence
 from m40llm.text import StreamDetokenizer, Tokenizer
 
@@ -108,13 +108,15 @@ class Generation:
         wake_engine: Callable[[], None],
         on_event: Callable[[], None] | None,
         stream: bool = True,
+        constraint: Constraint | None = None,
+        written: Collection[int] = (),
     ) -> None:
         self.params = params
-        self.sampler = Sampler(params, prompt_ids, vocab_size)
+        self.sampler = Sampler(params, prompt_ids, vocab_size, constraint)
         self.stops = StopChecker(params.stop, tokenizer.eog_ids, ignore_eos=params.ignore_eos)
         self.sequence = Sequence(list(prompt_ids), priority)
         self.max_tokens = max_tokens
-        self._detokenizer = StreamDetokenizer(tokenizer)
+        self._detokenizer = StreamDetokenizer(tokenizer, written=written)
         self._wake_engine = wake_engine
         self._on_event = on_event
         self._stream = stream
@@ -241,7 +243,8 @@ class Generation:
             self._logprobs.append(logprobs)
         text, stopped = self.stops.push(self._detokenizer.push(token_id))
         self._emit((token_id,), text, (logprobs,) if logprobs else ())
-        if stopped:
+        complete = self.sampler.constraint is not None and self.sampler.constraint.finished
+        if stopped or complete:
             return "stop"
         return "length" if len(self._output) >= self.max_tokens else None
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from m40llm.config import SamplingParams
 from m40llm.sampling import candidates
+from m40llm.sampling.constraint import Constraint
 from m40llm.sampling.errors import SamplingError
 
 
@@ -19,6 +20,7 @@ class Sampler:
 
     The chain, in this order:
 
+    0. the request's constraint, if it has one: what it does not allow is -inf;
     1. logit bias: added to the logit (-inf after it: the token is excluded);
     2. penalties over the last ``repeat_last_n`` tokens of prompt and output (0: off, -1: all of them). A token that
        occurs there c > 0 times: a logit > 0 is divided by ``repeat_penalty``, another multiplied by it, and then
@@ -41,9 +43,16 @@ class Sampler:
     ``seed`` is the seed in use, also when ``params.seed`` is None and it came from the system's entropy.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         """``vocab_size`` is V of the logits. Raises SamplingError when the bias names a token outside of it."""
         self.params = params
+        self.constraint = constraint
         self.vocab_size = vocab_size
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self._random = np.random.Generator(np.random.PCG64(self.seed))
@@ -56,17 +65,28 @@ class Sampler:
         if self._penalises:
             recent = prompt_ids if params.repeat_last_n < 0 else prompt_ids[-params.repeat_last_n :]
             for token in recent:
-                self.accept(token)
+                self._count(token)
 
     @property
     def needs_logits(self) -> bool:
-        """False when the device's argmax of the raw logits is the answer: greedy, no bias, no penalty."""
-        return not self.params.greedy or self._penalises or len(self._bias_ids) > 0
+        """False when the device's argmax of the raw logits is the answer: greedy, no bias, no penalty, no constraint."""
+        return not self.params.greedy or self._penalises or len(self._bias_ids) > 0 or self._constrained
+
+    @property
+    def _constrained(self) -> bool:
+        return self.constraint is not None and self.constraint.active
 
     def accept(self, token_id: int) -> None:
-        """Records a token of the output, whoever chose it; call it once per token, after ``sample``."""
-        if not self._penalises:
-            return
+        """Records a token of the output, whoever chose it; call it once per token, after ``sample``.
+
+        Raises SamplingError for a token that the constraint does not allow.
+        """
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+        if self._penalises:
+            self._count(token_id)
+
+    def _count(self, token_id: int) -> None:
         self._window.append(token_id)
         self._counts[token_id] += 1
         if 0 < self.params.repeat_last_n < len(self._window):
@@ -105,10 +125,14 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def _adjust(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits after bias and penalties: a copy, or the input itself when neither applies."""
-        if not self._counts and not len(self._bias_ids):
+        """Logits after constraint, bias and penalties: a copy, or the input itself when none applies."""
+        constrained = self._constrained
+        if not self._counts and not len(self._bias_ids) and not constrained:
             return logits
         x = logits.copy()
+        if constrained:
+            assert self.constraint is not None
+            self.constraint.restrict(x)
         if len(self._bias_ids):
             limit = np.finfo(np.float32).max  # a huge bias wins; it must not become the +inf that means a broken model
             with np.errstate(over="ignore"):
@@ -136,6 +160,6 @@ def _sum_bias(logit_bias: Iterable[tuple[int, float]], vocab_size: int) -> tuple
 
 def _why_not_finite(value: np.float32) -> str:
     if np.isneginf(value):
-        return "no token is left to choose: logit_bias excludes all of them; allow at least one"
+        return "no token is left to choose: logit_bias (or a constraint) excludes all of them; allow at least one"
     kind = "NaN" if np.isnan(value) else "+inf"
     return f"the model's logits contain {kind}: the file is damaged or an operation overflowed; try `m40llm score`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Collection
 
 from m40llm.text.tokenizer import Tokenizer
 
@@ -15,13 +16,22 @@ class StreamDetokenizer:
     Args:
         tokenizer: the vocabulary.
         special: whether control tokens are written out.
+        written: control tokens that are written out in any case.
         continues: the ids go on in a text that was there before (a raw prompt), so that a SentencePiece vocabulary's leading
             space is part of the text and stays.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = False, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        special: bool = False,
+        continues: bool = False,
+        written: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._written = frozenset(written)
         self._at_start = not continues
         self._decoder = _utf8_decoder("replace")
 
@@ -31,7 +41,7 @@ class StreamDetokenizer:
         Raises:
             TokenizerError: the id is outside of the vocabulary.
         """
-        data = self._tokenizer.piece(token_id, special=self._special)
+        data = self._tokenizer.piece(token_id, special=self._special or token_id in self._written)
         if self._at_start and data:
             data = self._tokenizer.strip_prefix(data)
             self._at_start = False
