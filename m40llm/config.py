@@ -200,6 +200,8 @@ class RuntimeOptions:
     FP16 KV, whose own rounding weighs more, and 32 with FP32 KV, the setting for exactness).
     `max_queue` requests may wait for a slot (None: any number); a stream whose reader stands still is cancelled after
     `idle_timeout_s` (None: never).
+    The prefix cache keeps KV of past prompts in `cache_ram_mb` of host memory (0: none) and, with `cache_disk_dir`, in
+    `cache_disk_mb` of that folder, both in MiB.
     On a card: `require_sm52` takes nothing but compute capability 5.2, `decode_graph` replays decode steps as CUDA graphs,
     `cache_experiment` loads norms ("ldg") or K and V ("ldg_kv") through the read-only cache.
     """
@@ -214,6 +216,9 @@ class RuntimeOptions:
     token_budget: int = 512
     max_queue: int | None = None
     idle_timeout_s: float | None = None
+    cache_ram_mb: int = 0
+    cache_disk_dir: Path | None = None
+    cache_disk_mb: int = 4096
     require_sm52: bool = False
     decode_graph: bool = False
     cache_experiment: CacheExperiment = "off"
@@ -226,6 +231,8 @@ class RuntimeOptions:
             ("--token-budget", self.token_budget, 1, 1 << 16),
             ("--max-queue", self.max_queue, 0, 1 << 20),
             ("--idle-timeout", self.idle_timeout_s, 0.01, 1e9),
+            ("--cache-ram-mb", self.cache_ram_mb, 0, 1 << 24),
+            ("--cache-disk-mb", self.cache_disk_mb, 1, 1 << 30),
         ):
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{flag} is {value}; expected {low}..{high}")

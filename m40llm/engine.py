@@ -9,42 +9,29 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from os import PathLike
 from types import TracebackType
-from typing import NamedTuple
 
 from m40llm.config import RuntimeOptions, SamplingParams
+from m40llm.engine_cache import EngineCache, open_cache
 from m40llm.engine_stats import EngineStats, SlotStats, StepStats
 from m40llm.generation import CancelReason, FinishReason, Generation
+from m40llm.kv.prefix_cache import PrefixCache
 from m40llm.model import Model, OnCompile
-from m40llm.sampling import Constraint, token_logprobs
+from m40llm.request import (
+    EngineClosed,
+    QueueFull,
+    Request,
+    RequestError,
+    checked_cache_id,
+    checked_max_tokens,
+)
+from m40llm.sampling import token_logprobs
 from m40llm.scheduler import Priority, ScheduledStep, Scheduler, Sequence
 from m40llm.session import StepResult
 from m40llm.weights import LoadProgress
 
+__all__ = ["Engine", "EngineClosed", "OnStep", "QueueFull", "Request", "RequestError"]
+
 OnStep = Callable[[StepStats], None]
-
-
-class RequestError(ValueError):
-    """A request that cannot run; the message names the problem and the remedy. Nothing was computed for it."""
-
-
-class EngineClosed(RuntimeError):
-    """The engine is shutting down, or broke, and takes no more requests."""
-
-
-class QueueFull(RuntimeError):
-    """As many requests wait as may. Nothing of this one was taken; it may be tried again later."""
-
-
-class Request(NamedTuple):
-    """What `submit_all` takes several of: token ids of the prompt, and how to continue it.
-
-    `constraint` restricts the output's tokens and is this request's own; `written` are control tokens that the text shows.
-    """
-
-    prompt_ids: SequenceOf[int]
-    params: SamplingParams
-    constraint: Constraint | None = None
-    written: frozenset[int] = frozenset()
 
 
 class _Totals:
@@ -67,6 +54,7 @@ class Engine:
         max_queue: requests that may wait for a slot (None: any number).
         idle_timeout_s: a stream whose reader stands still this long, full to its limit, is cancelled (None: never).
         on_step: called on the engine's thread after each step; must return quickly.
+        cache: KV of past prompts beside the slots; the engine's to close.
     """
 
     def __init__(
@@ -74,6 +62,7 @@ class Engine:
         model: Model,
         token_budget: int,
         *,
+        cache: PrefixCache | None = None,
         max_queue: int | None = None,
         idle_timeout_s: float | None = None,
         on_step: OnStep | None = None,
@@ -83,7 +72,9 @@ class Engine:
         self._idle_timeout = idle_timeout_s
         self._on_step = on_step
         self._n_slots = model.session.kv_layout.n_slots
-        self._scheduler = Scheduler(self._n_slots, token_budget)
+        self.cache = cache
+        self._kv = EngineCache(cache, model.session, self._nudge)
+        self._scheduler = self._kv.scheduler = Scheduler(self._n_slots, token_budget, events=self._kv)
         self._live: dict[Sequence, Generation] = {}  # the thread's own
         self._totals = _Totals()
         self._inbox: deque[Generation] = deque()
@@ -106,11 +97,17 @@ class Engine:
         on_compile: OnCompile | None = None,
         on_step: OnStep | None = None,
     ) -> Engine:
-        """Opens the model (see `Model.open` for what can be wrong with it) and starts the thread."""
+        """Opens the model (see `Model.open` for what can be wrong with it) and its cache, and starts the thread."""
         model = Model.open(path, options, progress=progress, on_compile=on_compile)
+        try:
+            cache = open_cache(model.cache_identity, options)
+        except BaseException:
+            model.close()
+            raise
         return cls(
             model,
             options.token_budget,
+            cache=cache,
             max_queue=options.max_queue,
             idle_timeout_s=options.idle_timeout_s,
             on_step=on_step,
@@ -172,7 +169,7 @@ class Engine:
                 request.params,
                 self.model.tokenizer,
                 vocab_size,
-                self._max_tokens(request, vocab_size),
+                checked_max_tokens(request, vocab_size, self.context),
                 priority,
                 self._nudge,
                 on_events[i] if on_events else None,
@@ -182,6 +179,8 @@ class Engine:
             )
             for i, request in enumerate(requests)
         ]
+        for generation, request in zip(generations, requests, strict=True):
+            generation.cache_id = checked_cache_id(request, self.cache)
         with self._wake:
             if self._failure is not None:
                 raise EngineClosed(f"the engine has failed: {self._failure}; restart it")
@@ -194,6 +193,26 @@ class Engine:
             self._inbox.extend(generations)
             self._wake.notify()
         return generations
+
+    def warm(
+        self,
+        token_ids: SequenceOf[int],
+        cache_id: str,
+        *,
+        priority: Priority = "interactive",
+        on_event: Callable[[], None] | None = None,
+    ) -> Generation:
+        """Brings a prefix into the cache under a name that keeps it there; its one sampled token means nothing.
+
+        Raises:
+            RequestError: there is no cache.
+            CacheError: the tokens would shrink or replace a live entry, or do not fit beside the live ones.
+            And what `submit` raises.
+        """
+        if self.cache is not None:
+            self.cache.check_warm(cache_id, token_ids)
+        request = Request(token_ids, SamplingParams(max_tokens=1, temperature=0.0), cache_id=cache_id)
+        return self.submit_all([request], priority=priority, on_events=on_event and [on_event], stream=False)[0]
 
     def check_room(self, count: int = 1) -> None:
         """Raises QueueFull if `count` requests would not be taken now, and RequestError if they never would."""
@@ -213,30 +232,6 @@ class Engine:
             raise QueueFull(
                 f"{self._open} requests are running or waiting, {limit} are the limit (--slots plus --max-queue); try again later"
             )
-
-    def _max_tokens(self, request: Request, vocab_size: int) -> int:
-        prompt_ids, params = request.prompt_ids, request.params
-        if request.constraint is not None and params.ignore_eos:
-            raise RequestError("ignore_eos cannot be combined with constrained output, which ends when it is complete")
-        n = len(prompt_ids)
-        if n == 0:
-            raise RequestError("the prompt is empty; give at least one token")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
-            raise RequestError(f"the prompt has a token id outside the vocabulary of {vocab_size}")
-        room = self.context - n
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {n} tokens, but the context of {self.context} must also have room for an answer; "
-                "shorten the prompt or raise --ctx"
-            )
-        if params.max_tokens is None:
-            return room
-        if params.max_tokens > room:
-            raise RequestError(
-                f"prompt ({n} tokens) + max_tokens ({params.max_tokens}) exceed the context of {self.context}; "
-                "lower max_tokens or raise --ctx"
-            )
-        return params.max_tokens
 
     def stats(self) -> EngineStats:
         """A snapshot; callable from any thread, cheap enough for every scrape."""
@@ -284,7 +279,11 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join()
-        self.model.close()
+        try:
+            if self.cache is not None:
+                self.cache.close()
+        finally:
+            self.model.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -303,17 +302,20 @@ class Engine:
     def _loop(self) -> None:
         try:
             while self._take_orders():
+                more_to_move = self._kv.advance()
                 step = self._scheduler.schedule()
-                if step is None:
-                    self._idle()
-                else:
+                self._kv.make_copies()
+                if step is not None:
                     self._run(step)
+                elif not more_to_move:
+                    self._idle()
         except Exception as error:  # not a step's fault but the engine's own: nobody may wait for an answer for ever
             with self._wake:
                 self._failure = error
             self._end_all(error)
             return
         self._end_all(None)
+        self._kv.close()
 
     def _end_all(self, error: Exception | None) -> None:
         with self._wake:
@@ -394,6 +396,7 @@ class Engine:
         """Takes a step's outcome; answers the seconds that each token came after the one before it."""
         prompts = [s for s in step.sequences if not s.decoding]
         self._scheduler.commit(step)
+        self._kv.computed(step)
         for sequence in prompts:
             self._live[sequence].prefilled()
         gaps = []
@@ -421,6 +424,8 @@ class Engine:
         generation = self._live.pop(sequence, None)
         if generation is None:  # ended before, in the same step
             return
+        if generation.cache_id is not None and error is None:
+            self._kv.name(generation.cache_id, sequence)
         self._scheduler.finish(sequence, keep_kv=error is None)
         with self._wake:
             self._open -= 1

@@ -116,6 +116,7 @@ class Generation:
         self.stops = StopChecker(params.stop, tokenizer.eog_ids, ignore_eos=params.ignore_eos)
         self.sequence = Sequence(list(prompt_ids), priority)
         self.max_tokens = max_tokens
+        self.cache_id: str | None = None  # the cache entry that it becomes
         self._detokenizer = StreamDetokenizer(tokenizer, written=written)
         self._wake_engine = wake_engine
         self._on_event = on_event

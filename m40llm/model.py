@@ -12,6 +12,7 @@ from m40llm.config import ModelConfig, RuntimeOptions
 from m40llm.device.choose import DeviceChoice, choose_device, open_device
 from m40llm.gguf import GGUFFile
 from m40llm.kv import KVLayout
+from m40llm.kv.prefix_cache import CacheIdentity
 from m40llm.ops.protocol import Ops
 from m40llm.plan import StepLimits
 from m40llm.session import DecodeSession
@@ -33,6 +34,7 @@ class Model:
     device_reason: str  # one line: which device was chosen, and why
     description: str  # one line: device, kernels, KV
     load_s: float
+    cache_identity: CacheIdentity  # what its keys and values depend on
 
     @classmethod
     def open(
@@ -67,6 +69,7 @@ class Model:
             )
             layout = KVLayout.for_model(config, options.slots, context, options.kv_dtype)
             check_tensors(file, config)
+            identity = CacheIdentity.of(file, config, layout, f"{choice.kind} {options.resolved_activation_bits}")
             ops = _open_ops(choice, options, file, config, layout, limits, on_compile)
             try:
                 weights = load_weights(file, config, ops, context, progress)
@@ -81,7 +84,7 @@ class Model:
             f"{ops.description}, KV {kv.dtype} {kv.n_slots} x {kv.context} tokens ({kv.nbytes / 2**20:.0f} MiB)"
         )
         load_s = time.perf_counter() - started
-        return cls(config, tokenizer, template, session, choice.kind, choice.reason, description, load_s)
+        return cls(config, tokenizer, template, session, choice.kind, choice.reason, description, load_s, identity)
 
     def close(self) -> None:
         """Releases the session; may be called twice."""

@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from m40llm.plan import Segment, StepPlan
 
 Priority = Literal["interactive", "background"]
+
+# A prompt waits for an earlier one that is computing the same beginning if that is at least so long: the earlier one has its
+# turn first anyway, and a copy costs a hundredth of the computation. Short beginnings are not worth the step of delay.
+MIN_SHARED = 64
+# Positions copied between slots before one step: for all sequences together a few milliseconds.
+_COPY_TOKENS = 2048
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +31,12 @@ class Sequence:
     priority: Priority = "interactive"
     slot: int = -1
     num_computed: int = 0
-    num_reused: int = 0  # prompt tokens whose KV was still resident at the first admission
+    num_reused: int = 0  # prompt tokens that others had computed by the first admission
     paused: bool = False  # the reader has fallen behind: keep the slot, spend no budget
-    admitted: bool = False  # has had a slot before
+    loading: bool = False  # KV is on its way into the slot
+    leader: Sequence | None = None  # computes the first `shared` tokens for both
+    shared: int = 0
+    admissions: int = 0
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,6 +49,32 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         return self.num_computed >= self.prompt_tokens
+
+    def reuse(self, stop: int) -> None:
+        """The slot holds the first `stop` tokens, and nothing had to be computed for it."""
+        self.num_computed = stop
+        if self.admissions == 1:
+            self.num_reused = stop
+
+
+@dataclass(frozen=True, slots=True)
+class KVCopy:
+    """Positions `start .. stop` of slot `source` are to be copied to slot `target` before anything else runs."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+class SlotEvents(Protocol):
+    """Who wants to know when slots change hands; the calls come before any step that uses the slot."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """It has a slot, with `num_computed` tokens in it. May set `loading`, and clear it later with what it loaded."""
+
+    def leaving(self, sequence: Sequence, *, keep_kv: bool) -> None:
+        """It is about to lose its slot; without `keep_kv` the slot's content is worthless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +136,19 @@ class Scheduler:
     Args:
         n_slots: sequences in flight at once.
         token_budget: rows of a step; at least `n_slots`, so that every decode fits.
+        events: told of slots that change hands.
+        min_shared: tokens that two prompts must share for the later one to wait for the earlier one's.
     """
 
-    def __init__(self, n_slots: int, token_budget: int) -> None:
+    def __init__(
+        self, n_slots: int, token_budget: int, *, events: SlotEvents | None = None, min_shared: int = MIN_SHARED
+    ) -> None:
         if token_budget < n_slots:
             raise ValueError(f"a budget of {token_budget} rows cannot serve {n_slots} decoding slots")
         self.token_budget = token_budget
+        self._events = events
+        self._min_shared = min_shared
+        self._copies: list[KVCopy] = []
         self._slots = SlotPool(n_slots)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []  # by admission
@@ -136,8 +178,9 @@ class Scheduler:
             self._leave_slot(sequence, keep_kv=keep_kv)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None when nothing can run."""
+        """The next step, or None when nothing can run. In both cases `take_copies` may have work to do first."""
         self._admit()
+        self._follow_leaders()
         budget = self.token_budget
         chosen: list[tuple[Sequence, int]] = []
         for sequence in self._by_urgency():
@@ -163,6 +206,11 @@ class Scheduler:
             StepPlan.pack(segments), tuple(s for s, _ in chosen), tuple(n for _, n in chosen), tuple(sampling)
         )
 
+    def take_copies(self) -> list[KVCopy]:
+        """Copies that are due, in order; the caller makes them before it runs a step or moves other KV."""
+        copies, self._copies = self._copies, []
+        return copies
+
     def commit(self, step: ScheduledStep) -> None:
         """Records that the step ran: its tokens are in the KV cache. The caller appends what it sampled."""
         for sequence, count in zip(step.sequences, step.counts, strict=True):
@@ -174,10 +222,12 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             sequence.slot, sequence.num_computed = self._slots.acquire(sequence.tokens)
-            if not sequence.admitted:
-                sequence.num_reused = sequence.num_computed
-            sequence.admitted = True
+            sequence.admissions += 1
+            sequence.reuse(sequence.num_computed)
+            self._find_leader(sequence)
             self._running.append(sequence)
+            if self._events is not None:
+                self._events.admitted(sequence)
 
     def _preempt_for(self, sequence: Sequence) -> bool:
         """Takes the slot of the youngest background sequence for an interactive one; False when there is none to take."""
@@ -192,11 +242,59 @@ class Scheduler:
 
     def _leave_slot(self, sequence: Sequence, *, keep_kv: bool) -> None:
         self._running.remove(sequence)
+        self._release_followers(sequence, keep_kv=keep_kv)
+        if self._events is not None:
+            self._events.leaving(sequence, keep_kv=keep_kv)
         self._slots.release(sequence.slot, sequence.tokens[: sequence.num_computed] if keep_kv else ())
         sequence.slot = -1
+        sequence.loading = False
+        sequence.leader = None
+
+    # -- prompts that begin alike --------------------------------------------------------------------
+    def _find_leader(self, sequence: Sequence) -> None:
+        """Among those admitted before, the one that shares most with it, if that is worth waiting for."""
+        most = sequence.num_computed + self._min_shared - 1
+        for other in self._running:
+            if other is sequence:
+                return
+            if other.paused or (other.priority == "background" and sequence.priority != "background"):
+                continue  # it may stand still
+            shared = min(_common_prefix(other.tokens, sequence.tokens), len(sequence.tokens) - 1)
+            if shared > most:
+                sequence.leader, sequence.shared, most = other, shared, shared
+
+    def _follow_leaders(self) -> None:
+        """Copies what leaders have computed since the last step; a follower that has all it shares goes on by itself."""
+        left = _COPY_TOKENS
+        for sequence in self._running:
+            leader = sequence.leader
+            if leader is None or sequence.loading:
+                continue
+            left -= self._copy_from(leader, sequence, left)
+            if sequence.num_computed >= sequence.shared or leader.paused:
+                sequence.leader = None
+
+    def _release_followers(self, leader: Sequence, *, keep_kv: bool) -> None:
+        """The leader's slot will be reused: followers take what there is and look for another leader."""
+        for sequence in self._running:
+            if sequence.leader is leader:
+                if keep_kv and not sequence.loading:
+                    self._copy_from(leader, sequence, len(leader.tokens))
+                sequence.leader = None
+                self._find_leader(sequence)
+
+    def _copy_from(self, leader: Sequence, sequence: Sequence, limit: int) -> int:
+        start = sequence.num_computed
+        count = min(sequence.shared, leader.num_computed) - start
+        count = min(count, limit)
+        if count <= 0:
+            return 0
+        self._copies.append(KVCopy(leader.slot, sequence.slot, start, start + count))
+        sequence.reuse(start + count)
+        return count
 
     def _by_urgency(self) -> Iterator[Sequence]:
-        active = [s for s in self._running if not s.paused]
+        active = [s for s in self._running if not s.paused and not s.loading and s.leader is None]
         interactive = [s for s in active if s.priority == "interactive"]
         active = interactive or active
         # A preempted sequence recomputes its output too: by the gap it is a prefill, whatever it has sampled.

@@ -30,6 +30,8 @@ FLOORS = (
     "m40llm.scheduler",
     "m40llm.model",
     "m40llm.generation",
+    "m40llm.request",
+    "m40llm.engine_cache",
     "m40llm.engine_stats",
     "m40llm.engine",
     "m40llm.server",

@@ -168,3 +168,150 @@ def test_random_schedules_lose_nobody_and_keep_the_budget(data: st.DataObject) -
                 finished += 1
     assert finished == submitted
     assert scheduler.waiting == scheduler.running == 0
+
+
+# -- prompts that begin alike --------------------------------------------------------------------
+def test_prompts_that_begin_alike_are_computed_once() -> None:
+    scheduler = Scheduler(n_slots=3, token_budget=64, min_shared=8)
+    shared = list(range(100))
+    first, second, third = (Sequence([*shared, 1000 + i, 2000]) for i in range(3))
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    _run(scheduler)
+    assert (first.num_computed, second.num_computed) == (64, 0)
+    scheduler.schedule()
+    assert second.num_computed == third.num_computed == 64  # copied while the first goes on
+    copies = scheduler.take_copies()
+    assert [(c.source, c.target, c.start, c.stop) for c in copies] == [
+        (first.slot, second.slot, 0, 64),
+        (first.slot, third.slot, 0, 64),
+    ]
+    _run(scheduler)
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.counts == (1, 2, 2)
+    assert second.num_reused == third.num_reused == 100
+
+
+def test_followers_of_a_cancelled_leader_take_what_there_is_and_one_leads_on() -> None:
+    scheduler = Scheduler(n_slots=3, token_budget=10, min_shared=8)
+    first, second, third = (Sequence([*range(100), i]) for i in range(3))
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    _run(scheduler)
+    slot = first.slot
+    scheduler.finish(first)
+    assert [(c.source, c.stop) for c in scheduler.take_copies()] == [(slot, 10), (slot, 10)]
+    assert (second.leader, third.leader) == (None, second)
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.sequences == (second,)
+
+
+def test_followers_of_a_failed_leader_take_nothing() -> None:
+    scheduler = Scheduler(n_slots=2, token_budget=10, min_shared=8)
+    first, second = (Sequence([*range(100), i]) for i in range(2))
+    scheduler.add(first)
+    scheduler.add(second)
+    _run(scheduler)
+    scheduler.finish(first, keep_kv=False)
+    assert scheduler.take_copies() == []
+    assert second.num_computed == 0
+
+
+def test_nobody_waits_for_a_leader_that_may_stand_still() -> None:
+    scheduler = Scheduler(n_slots=3, token_budget=10, min_shared=8)
+    background, reader, late = Sequence([*range(50)], "background"), Sequence([*range(50)]), Sequence([*range(50)])
+    for sequence in (background, reader):
+        scheduler.add(sequence)
+    _run(scheduler)
+    assert reader.leader is None
+    scheduler.add(late)
+    scheduler.schedule()
+    assert late.leader is reader
+    reader.paused = True
+    scheduler.schedule()
+    assert late.leader is None
+
+
+def test_a_loading_sequence_costs_nothing_until_it_is_there() -> None:
+    class Loads:
+        def admitted(self, sequence: Sequence) -> None:
+            sequence.loading = True
+
+        def leaving(self, sequence: Sequence, *, keep_kv: bool) -> None:
+            left.append((sequence.num_computed, keep_kv))
+
+    left: list[tuple[int, bool]] = []
+    scheduler = Scheduler(n_slots=1, token_budget=10, events=Loads())
+    sequence = Sequence([*range(50)])
+    scheduler.add(sequence)
+    assert scheduler.schedule() is None
+    sequence.reuse(48)
+    sequence.loading = False
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.counts == (2,)
+    assert sequence.num_reused == 48
+    scheduler.commit(step)
+    scheduler.finish(sequence)
+    assert left == [(50, True)]
+
+
+class _KV:
+    """Which token computed each position of each slot: a slot's content without a model."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.slots: list[dict[int, tuple[int, ...]]] = [{} for _ in range(n_slots)]
+
+    def step(self, scheduler: Scheduler) -> list[Sequence] | None:
+        step = scheduler.schedule()
+        for copy in scheduler.take_copies():
+            for pos in range(copy.start, copy.stop):
+                self.slots[copy.target][pos] = self.slots[copy.source][pos]
+        if step is None:
+            return None
+        for sequence, count in zip(step.sequences, step.counts, strict=True):
+            for pos in range(sequence.num_computed, sequence.num_computed + count):
+                held = [self.slots[sequence.slot].get(p) for p in range(pos)]
+                assert held == [tuple(sequence.tokens[: p + 1]) for p in range(pos)]  # all it attends to is its own
+                self.slots[sequence.slot][pos] = tuple(sequence.tokens[: pos + 1])
+        scheduler.commit(step)
+        return list(step.sampling)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_random_schedules_attend_only_to_their_own_prefix(data: st.DataObject) -> None:
+    n_slots = data.draw(st.integers(1, 4))
+    scheduler = Scheduler(n_slots, data.draw(st.integers(n_slots, 12)), min_shared=data.draw(st.integers(1, 4)))
+    kv = _KV(n_slots)
+    alive: dict[Sequence, int] = {}
+    to_come = data.draw(st.integers(1, 8))
+    for _ in range(500):
+        if to_come and (not alive or data.draw(st.booleans())):
+            shared = data.draw(st.sampled_from(([], [5] * 6, [5] * 12, [6] * 9)))
+            tokens = [*shared, *data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))]
+            sequence = Sequence(tokens, data.draw(st.sampled_from(["interactive", "background"])))
+            alive[sequence] = data.draw(st.integers(1, 4))
+            scheduler.add(sequence)
+            to_come -= 1
+        if alive and data.draw(st.integers(0, 6)) == 0:
+            victim = data.draw(st.sampled_from(list(alive)))
+            scheduler.finish(victim, keep_kv=data.draw(st.booleans()))
+            del alive[victim]
+        for sequence in alive:
+            sequence.paused = data.draw(st.integers(0, 9)) == 0
+        sampling = kv.step(scheduler)
+        if sampling is None:
+            assert all(s.paused for s in alive if s.slot >= 0) or not alive
+            if not alive and not to_come:
+                return
+            continue
+        for sequence in sampling:
+            sequence.tokens.append(0)
+            alive[sequence] -= 1
+            if alive[sequence] == 0:
+                scheduler.finish(sequence)
+                del alive[sequence]
+    raise AssertionError("somebody was starved")

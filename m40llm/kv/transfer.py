@@ -157,7 +157,10 @@ class CacheTraffic:
         tokens = encode_tokens(save.tokens[start:stop])
         key = block_key(save.parent, tokens)
         copied = not self.cache.holds(key, save.parent, tokens)
-        if copied and not self.cache.put(save.parent, tokens, self._memory.read_kv(slot, start, stop)):
-            save.refused = True  # nothing that builds on it could be kept either
+        try:
+            kept = not copied or self.cache.put(save.parent, tokens, self._memory.read_kv(slot, start, stop))
+        except MemoryError:  # the cache's loss, not the request's
+            kept = False
+        save.refused = not kept  # nothing that builds on it could be kept either
         save.saved, save.parent = stop, key
         return copied

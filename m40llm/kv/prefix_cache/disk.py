@@ -159,7 +159,7 @@ class DiskTier:
         try:
             if not self._store(waiting.header, waiting.data):
                 self.counters.skipped += 1
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self.counters.skipped += 1
             _log.warning("prefix cache: a block could not be written (%s)", error)
         finally:
@@ -204,7 +204,7 @@ class DiskTier:
                 raise DamagedBlock("it holds other tokens than when it was indexed")
         except DamagedBlock as problem:
             self._set_aside(path, problem)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             _log.warning("prefix cache: %s cannot be read (%s)", path, error)
         else:
             with suppress(OSError):

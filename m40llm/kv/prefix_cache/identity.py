@@ -31,8 +31,8 @@ class CacheIdentity:
         """Digest of everything that a key or value depends on.
 
         Of the weights: names, shapes and types of all tensors and a first, middle and last row of each, which two files
-        with different weights do not share; reading all of it would cost more than the cache saves. `device` is part
-        of it because kernels of another backend round differently.
+        with different weights do not share; reading all of it would cost more than the cache saves. `device`
+        names the backend and its precision, whose rounding differs.
         """
         digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"m40llm-model")
         kv = (layout.n_layers, layout.n_kv_heads, layout.head_dim, layout.dtype)
