@@ -1,8 +1,6 @@
 // Attention of segments of one query token over the FP16 cache (decode), grouped queries, KV split over blocks.
 //
-//   attention_decode_hd<HD>_g<HB>  q (T, H, HD) float32, cache [slot][position][kv_head][HD] -> out (T, H, HD) float32, or
-//                                  partial results where a segment's keys are split
-//   attention_combine_f32          merges the partial results
+//   attention_decode_hd<HD>_g<HB>  q (T, H, HD) float32, cache [slot][position][kv_head][HD] -> out (T, H, HD) float32
 //
 // Softmax is online (Milakov and Gimelshein, 2018), the split over keys that of Flash-Decoding (2023). A segment attends to
 // its last `window` positions (all if window is 0). Segments of another length than one row are left alone.
@@ -10,7 +8,9 @@
 // Grid: (KH * ceil(group / HB), splits, S); block: 128. A block takes a share of the keys of one KV head for up to HB query
 // heads, so each key is loaded once for all of them. A lane holds 8 elements of a key, HD / 8 lanes a whole one; a warp has
 // its own tile of 32 keys and its own running maximum and sum, and meets the other warps only at the end. The number of
-// splits is fixed by the step's shape; how many have work follows from the length, which is read on the device.
+// splits, up to 64, is fixed by the step's shape; how many have work follows from the length, which is read on the device.
+// Where there are several, each leaves part_out (S, H, splits, HD) and part_stats (S, H, splits): maximum (base 2) and sum
+// of the weights; the block that finishes last merges them. `done` (S, grid.x) is zero before the first launch and left so.
 // With M40LLM_LDG (module attention_decode_ldg) keys and values come through the read-only cache: an experiment.
 #pragma once
 #include <cuda_fp16.h>
@@ -27,6 +27,7 @@
 constexpr int DECODE_WARPS = DECODE_THREADS / 32;
 constexpr int DECODE_TILE = 32;                             // keys of a warp at a time
 constexpr int DECODE_SHARE = DECODE_WARPS * DECODE_TILE;    // a block's keys are a multiple of this
+constexpr int DECODE_SPLITS = 64;                           // at most; their factors fit into what held the sums
 constexpr int DECODE_AHEAD = 4;                             // 16-byte loads of a lane in flight
 constexpr float NOTHING = -1e30f;                           // a score that weighs nothing; differences of two are numbers
 
@@ -69,8 +70,8 @@ __device__ __forceinline__ void spread_sum(float* value, int lane) {
 template <int HD, int HB>
 __device__ __forceinline__ void attention_decode(const float* q, const __half* k, const __half* v, const int* cu_seqlens_q,
                                                  const int* kv_lens, const int* slots, float* out, float* part_out,
-                                                 float* part_stats, long long slot_stride, int KH, int group, int window,
-                                                 float scale) {
+                                                 float2* part_stats, unsigned* done, long long slot_stride, int KH, int group,
+                                                 int window, float scale) {
   constexpr int LANES = HD / 8;         // of a key
   constexpr int KEYS = 32 / LANES;      // of one load of a warp
   constexpr int STEPS = DECODE_TILE / KEYS;
@@ -79,6 +80,7 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
   __shared__ float weights[DECODE_WARPS][DECODE_TILE * HB];  // scores, then exp2 of them: [key][head]
   __shared__ float4 sums[DECODE_WARPS][HB * HD / 4];
   __shared__ float maxima[DECODE_WARPS][HB], totals[DECODE_WARPS][HB];
+  static_assert(sizeof(float) * DECODE_SPLITS * HB <= sizeof sums, "factors[] is laid over sums[]");
 
   const int s = blockIdx.z, row = cu_seqlens_q[s];
   if (cu_seqlens_q[s + 1] - row != 1) return;
@@ -207,7 +209,7 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
   }
   __syncthreads();
 
-  const bool whole = begin == first && end == length;
+  const int used = (length - first + share - 1) / share;
   for (int i = threadIdx.x; i < heads * HD; i += DECODE_THREADS) {
     const int h = i / HD;
     float top = maxima[0][h], all = 0.f, sum = 0.f;
@@ -219,47 +221,64 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
       all += totals[w][h] * factor;
       sum += reinterpret_cast<const float*>(sums[w])[i] * factor;
     }
-    if (whole) {
+    if (used == 1) {
       out[((size_t)row * H + head) * HD + i] = sum / all;
     } else {
       const size_t place = ((size_t)s * H + head + h) * gridDim.y + blockIdx.y;
       part_out[place * HD + i % HD] = sum;
-      if (i % HD == 0) {
-        part_stats[2 * place] = top;
-        part_stats[2 * place + 1] = all;
-      }
+      if (i % HD == 0) part_stats[place] = make_float2(top, all);
     }
   }
-}
+  if (used == 1) return;
 
-// out = the merged partial results. Grid: (H, S); block: HD. part_out (S, H, splits, HD), part_stats (S, H, splits, 2):
-// maximum (base 2) and sum of the weights.
-extern "C" __global__ void __launch_bounds__(256)
-attention_combine_f32(const int* cu_seqlens_q, const int* kv_lens, const float* part_out, const float* part_stats, float* out,
-                      int splits, int window) {
-  const int s = blockIdx.y, row = cu_seqlens_q[s], HD = blockDim.x, H = gridDim.x;
-  if (cu_seqlens_q[s + 1] - row != 1) return;
-  const int length = kv_lens[s], visible = window > 0 ? min(length, window) : length;
-  const int share = keys_per_split(visible, splits), used = (visible + share - 1) / share;
-  if (used == 1) return;  // the decode kernel has written the output
-  const size_t place = ((size_t)s * H + blockIdx.x) * splits;
-  float top = NOTHING, all = 0.f, sum = 0.f;
-  for (int i = 0; i < used; i++) {
-    const float maximum = part_stats[2 * (place + i)], higher = fmaxf(top, maximum);
-    const float keep = exp2f(top - higher), take = exp2f(maximum - higher);
-    all = all * keep + part_stats[2 * (place + i) + 1] * take;
-    sum = sum * keep + part_out[(place + i) * HD + threadIdx.x] * take;
-    top = higher;
+  // The block that finishes last merges (CUDA C++ Programming Guide, "Memory Fence Functions").
+  __shared__ unsigned arrived;
+  __threadfence();
+  __syncthreads();  // for other blocks: all of this one's results lie before its arrival
+  if (threadIdx.x == 0) arrived = atomicInc(done + s * gridDim.x + blockIdx.x, used - 1);
+  __syncthreads();
+  if (arrived != used - 1) return;
+  __threadfence();
+
+  float* factors = reinterpret_cast<float*>(sums);  // [split][head], up to DECODE_SPLITS * HB
+  const size_t place = ((size_t)s * H + head) * gridDim.y;
+  if (threadIdx.x < heads) {
+    const float2* stats = part_stats + place + threadIdx.x * gridDim.y;
+    float top = NOTHING, all = 0.f;
+#pragma unroll 4
+    for (int i = 0; i < used; i++) top = fmaxf(top, __ldcg(stats + i).x);
+#pragma unroll 4
+    for (int i = 0; i < used; i++) {
+      const float2 part = __ldcg(stats + i);
+      const float factor = exp2f(part.x - top);
+      all += part.y * factor;
+      factors[i * HB + threadIdx.x] = factor;
+    }
+    maxima[0][threadIdx.x] = 1.f / all;
   }
-  out[((size_t)row * H + blockIdx.x) * HD + threadIdx.x] = sum / all;
+  __syncthreads();
+  for (int i = threadIdx.x; i < heads * (HD / 4); i += DECODE_THREADS) {
+    const int h = i / (HD / 4), e = i % (HD / 4);
+    const float4* from = reinterpret_cast<const float4*>(part_out + (place + (size_t)h * gridDim.y) * HD) + e;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+    for (int split = 0; split < used; split++) {
+      const float4 part = __ldcg(from + split * (HD / 4));
+      const float factor = factors[split * HB + h];
+      sum = make_float4(sum.x + part.x * factor, sum.y + part.y * factor, sum.z + part.z * factor, sum.w + part.w * factor);
+    }
+    const float scale_out = maxima[0][h];
+    reinterpret_cast<float4*>(out + ((size_t)row * H + head) * HD)[i] =
+        make_float4(sum.x * scale_out, sum.y * scale_out, sum.z * scale_out, sum.w * scale_out);
+  }
 }
 
 #define ATTENTION_DECODE(HD, HB)                                                                                             \
   extern "C" __global__ void __launch_bounds__(DECODE_THREADS)                                                               \
   attention_decode_hd##HD##_g##HB(const float* q, const __half* k, const __half* v, const int* cu_seqlens_q,                 \
-                                  const int* kv_lens, const int* slots, float* out, float* part_out, float* part_stats,      \
-                                  long long slot_stride, int KH, int group, int window, float scale) {                       \
-    attention_decode<HD, HB>(q, k, v, cu_seqlens_q, kv_lens, slots, out, part_out, part_stats, slot_stride, KH, group,       \
+                                  const int* kv_lens, const int* slots, float* out, float* part_out, float2* part_stats,     \
+                                  unsigned* done, long long slot_stride, int KH, int group, int window, float scale) {       \
+    attention_decode<HD, HB>(q, k, v, cu_seqlens_q, kv_lens, slots, out, part_out, part_stats, done, slot_stride, KH, group, \
                              window, scale);                                                                                 \
   }
 

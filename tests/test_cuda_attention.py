@@ -73,10 +73,15 @@ class Case:
             arrays.device, count, self.layout.n_kv_heads, self.heads // self.layout.n_kv_heads, self.layout.context
         )
         places = count * self.heads * parts
-        scratch = Scratch(arrays.poisoned((places * self.layout.head_dim,)), arrays.poisoned((places, 2)))
-        attention.attention_decode(
-            arrays.device, self.device_q, self.kv, 1, self.segments, scratch, self.out, window=window, splits=splits, ldg=ldg
-        )  # fmt: skip
+        scratch = Scratch(
+            arrays.poisoned((places * self.layout.head_dim,)),
+            arrays.poisoned((places, 2)),
+            arrays.zeros((count * self.heads,), np.uint32),
+        )
+        for _ in range(2):  # the second launch finds the arrival counters as the first one left them
+            attention.attention_decode(
+                arrays.device, self.device_q, self.kv, 1, self.segments, scratch, self.out, window=window, splits=splits, ldg=ldg
+            )  # fmt: skip
         self.check(window, np.repeat(np.diff(self.cu) == 1, np.diff(self.cu)))
 
     def prefill(self, *, window: int = 0) -> None:
@@ -156,7 +161,7 @@ def test_what_no_kernel_computes_is_refused(arrays: Arrays) -> None:
     with pytest.raises(ValueError, match="groups of at most 32"):
         attention.check_heads(33, 1, 128)
     case = Case(arrays, 4, 2, 64, [300], [1])
-    small = Scratch(arrays.zeros((64,)), arrays.zeros((1, 2)))
+    small = Scratch(arrays.zeros((64,)), arrays.zeros((1, 2)), arrays.zeros((2,), np.uint32))
     with pytest.raises(ValueError, match="do not fit into scratch"):
         attention.attention_decode(arrays.device, case.device_q, case.kv, 1, case.segments, small, case.out, splits=2)
 

@@ -20,7 +20,8 @@ from tests.cuda_reference import Bench, product_error
 from tests.test_cuda_attention import Case
 from tests.test_cuda_reduce import best, k_best, random
 
-BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
+# What orders a block's results before those that another block reads shows on no machine that runs one block after another.
+BARRIER = re.compile(r"__sync(?:threads|warp)\(\);(?!  // for other blocks)")
 SOURCES = sorted(path for path in KERNEL_DIR.iterdir() if path.suffix in (".cu", ".cuh"))
 
 
@@ -34,6 +35,7 @@ def reductions(device: EmulatorDevice) -> None:
 def decode(device: EmulatorDevice) -> None:
     with Arrays(device) as arrays:
         Case(arrays, 3, 1, 64, [300, 40], [1, 1]).decode(splits=1)  # more than one tile of a warp
+        Case(arrays, 8, 1, 64, [300], [1]).decode(splits=3)
 
 
 def prefill(device: EmulatorDevice) -> None:

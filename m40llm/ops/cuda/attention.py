@@ -19,6 +19,7 @@ _HEADS_PER_BLOCK = (1, 4, 8)  # instances of the decode kernel
 _KEYS_PER_SHARE = 128  # DECODE_SHARE in attention_decode.cuh
 # Two resident blocks for each multiprocessor, twice: short sequences leave some of them without work.
 _BLOCKS_PER_MULTIPROCESSOR = 4
+_MAX_SPLITS = 64  # DECODE_SPLITS in attention_decode.cuh
 _PREFILL_THREADS = 128
 _PREFILL_ROWS = {64: 64, 128: 32, 256: 32}  # query rows (tokens x heads of a group) of a block
 
@@ -37,10 +38,12 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Partial results of split keys: `out` (floats,) and `stats` (pairs, 2), both float32."""
+    """Partial results of split keys: `out` (floats,) and `stats` (pairs, 2), both float32; `done` (S * KH * head blocks,)
+    uint32 counts arrivals and must be zero before the first launch."""
 
     out: DeviceTensor
     stats: DeviceTensor
+    done: DeviceTensor
 
 
 def check_heads(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
@@ -57,10 +60,15 @@ def check_heads(n_heads: int, n_kv_heads: int, head_dim: int) -> None:
 
 def splits_for(device: Device, segments: int, kv_heads: int, group: int, context: int) -> int:
     """How many blocks share the keys of one KV head (grid.y of the decode kernel)."""
-    head_blocks = -(-group // _heads_per_block(group))
+    head_blocks = counters_per_segment(1, group)
     target = _BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors
     wanted = -(-target // (segments * kv_heads * head_blocks))
-    return max(1, min(wanted, -(-context // _KEYS_PER_SHARE)))
+    return max(1, min(wanted, -(-context // _KEYS_PER_SHARE), _MAX_SPLITS))
+
+
+def counters_per_segment(kv_heads: int, group: int) -> int:
+    """Blocks over which a segment's heads are spread (grid.x of the decode kernel), each with an arrival counter."""
+    return kv_heads * -(-group // _heads_per_block(group))
 
 
 def scratch_places(device: Device, segments: int, n_heads: int, kv_heads: int, context: int) -> int:
@@ -86,7 +94,7 @@ def attention_decode(
     """out (T, H*HD) = attention of q (T, H*HD) for the segments of one row; rows of other segments stay as they are.
 
     `window`: positions that a query sees, its own included (0: all). `splits` overrides `splits_for`. `ldg` takes the
-    variant that loads K and V through the read-only cache. One launch, and one more where keys are split.
+    variant that loads K and V through the read-only cache.
 
     Raises:
         ValueError: another shape or dtype, a head size or group that no kernel computes, too little scratch.
@@ -95,22 +103,22 @@ def attention_decode(
     n_heads, group = _heads(q, layout)
     count = len(segments)
     parts = splits_for(device, count, layout.n_kv_heads, group, layout.context) if splits is None else splits
-    places = count * n_heads * parts
+    places, blocks = count * n_heads * parts, counters_per_segment(layout.n_kv_heads, group)
+    if parts > _MAX_SPLITS:
+        raise ValueError(f"{parts} splits; the decode kernel merges up to {_MAX_SPLITS}")
     if parts > 1 and (len(scratch.out) < places * layout.head_dim or len(scratch.stats) < places):
         raise ValueError(f"{places} partial results do not fit into scratch for {len(scratch.stats)}")
-    heads_per_block = _heads_per_block(group)
-    cu, kv_lens, slots = _segments(segments)
-    result = out.require("out", q.shape)
+    if len(scratch.done) < count * blocks:
+        raise ValueError(f"{count * blocks} blocks do not fit into {len(scratch.done)} arrival counters")
     args = (
         q.memory,
         layer_of(kv.k, layout, layer),
         layer_of(kv.v, layout, layer),
-        cu,
-        kv_lens,
-        slots,
-        result,
+        *_segments(segments),
+        out.require("out", q.shape),
         scratch.out.memory,
         scratch.stats.memory,
+        scratch.done.memory,
         np.int64(layout.slot_stride),
         np.int32(layout.n_kv_heads),
         np.int32(group),
@@ -118,14 +126,8 @@ def attention_decode(
         np.float32(layout.head_dim**-0.5),
     )
     module = "attention_decode_ldg" if ldg else "attention_decode"
-    kernel = device.kernel(module, f"attention_decode_hd{layout.head_dim}_g{heads_per_block}")
-    grid = (layout.n_kv_heads * -(-group // heads_per_block), parts, count)
-    device.launch(kernel, grid, _DECODE_THREADS, args, stream=stream)
-    if parts > 1:
-        sizes = (np.int32(parts), np.int32(window))
-        args2 = (cu, kv_lens, scratch.out.memory, scratch.stats.memory, result, *sizes)
-        combine = device.kernel(module, "attention_combine_f32")
-        device.launch(combine, (n_heads, count), layout.head_dim, args2, stream=stream)
+    kernel = device.kernel(module, f"attention_decode_hd{layout.head_dim}_g{_heads_per_block(group)}")
+    device.launch(kernel, (blocks, parts, count), _DECODE_THREADS, args, stream=stream)
 
 
 def attention_prefill(

@@ -152,6 +152,7 @@ class CudaOps:
         places = attention.scratch_places(
             self._device, limits.segments, config.n_heads, config.n_kv_heads, config.context_length
         )
+        blocks = attention.counters_per_segment(config.n_kv_heads, config.n_heads // config.n_kv_heads)
         logits_at = -(-4 * wanted // _ALIGN) * _ALIGN
         scratch = _Scratch(
             packed=self._new((offsets["total"],), np.int32, "plan"),
@@ -160,7 +161,9 @@ class CudaOps:
             logits_at=logits_at,
             normed=f32("normalised rows of the logits", wanted, config.d_model),
             attention=attention.Scratch(
-                f32("partial attention", places * config.head_dim), f32("partial softmax", places, 2)
+                f32("partial attention", places * config.head_dim),
+                f32("partial softmax", places, 2),
+                self._put(np.zeros(limits.segments * blocks, np.uint32), "attention counters"),
             ),
             argmax=reduce.ReduceScratch(
                 self._new((wanted * reduce.argmax_blocks(vocab),), np.uint64, "partial argmax"),
