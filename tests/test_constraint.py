@@ -31,7 +31,10 @@ PERSON = {
     "$defs": {
         "place": {
             "type": "object",
-            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "lat": {"type": "integer", "minimum": -90, "maximum": 90}},
+            "properties": {
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+                "lat": {"type": "integer", "minimum": -90, "maximum": 90},
+            },
             "required": ["zip"],
             "additionalProperties": False,
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +10,13 @@ from typing import Any
 from aiohttp import web
 
 from m40llm.config import SamplingParams
-from m40llm.engine import Engine, Request
+from m40llm.engine import Engine
 from m40llm.generation import GenerationResult, TokenEvent
 from m40llm.server import messages, replies
-from m40llm.server.errors import ApiError, api_error
+from m40llm.server.answers import AnswerPlan, plan_answers
+from m40llm.server.errors import api_error
 from m40llm.server.jobs import Group, Job
-from m40llm.server.output import Delta, OutputParser, parser_for
+from m40llm.server.output import Delta, OutputParser
 from m40llm.server.schema import ChatBody, read_body
 from m40llm.server.state import ServerState, open_stream, state_of
 
@@ -28,20 +28,23 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = state_of(request)
     engine = state.ready()
     body = await read_body(request, ChatBody)
-    _refuse_what_is_not_there(body)
     params = body.sampling(logprobs=body.logprob_count)
     engine.check_room(body.choices)
+    size = request.content_length or 0
+    plan = await state.off_loop(size, plan_answers, state.markup, body, slow=body.needs_grammar)
     ids = await state.off_loop(
-        request.content_length or 0,
+        size,
         messages.chat_ids,
         engine.model,
         body.messages,
-        tools=None if body.tool_choice == "none" else body.tools,
+        form=state.markup.tools,
+        tools=plan.tools.offered,
         add_generation_prompt=body.add_generation_prompt,
         variables=body.chat_template_kwargs,
     )
-    requests = [Request(ids, params) for params in choices_of(params, body.choices)]
-    reply = _Reply(state, engine, body)
+    plan = plan.behind(ids)
+    requests = [plan.request(ids, params) for params in choices_of(params, body.choices)]
+    reply = _Reply(state, engine, body, plan)
     with state.running(
         requests, request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)
     ) as group:
@@ -57,29 +60,15 @@ def choices_of(params: SamplingParams, n: int) -> list[SamplingParams]:
     return [replace(params, seed=(params.seed + i) % 2**64) for i in range(n)]
 
 
-def _refuse_what_is_not_there(body: ChatBody) -> None:
-    kind = (body.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise ApiError(
-            400, f"response_format {kind!r:.40} is not supported", param="response_format", code="unsupported"
-        )
-    if body.tool_choice not in (None, "auto", "none"):
-        raise ApiError(
-            400,
-            f"tool_choice {json.dumps(body.tool_choice):.60} is not supported; use auto or none",
-            param="tool_choice",
-            code="unsupported",
-        )
-
-
 class _Reply:
     """The reply to one request: its id, its date, and the two shapes that it can take."""
 
-    def __init__(self, state: ServerState, engine: Engine, body: ChatBody) -> None:
+    def __init__(self, state: ServerState, engine: Engine, body: ChatBody, plan: AnswerPlan) -> None:
         self.id = replies.new_id("chatcmpl")
         self._state = state
         self._model = engine.model
         self._body = body
+        self._plan = plan
         self._head = {"id": self.id, "created": int(time.time()), "model": state.model_id}
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
@@ -92,7 +81,7 @@ class _Reply:
         }
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        parser = parser_for(self._body, self._model)
+        parser = self._plan.parser()
         parts = [parser.push(result.text), parser.flush()]
         reasoning = "".join(part.reasoning for part in parts)
         calls = merged_calls([call for part in parts for call in part.tool_calls])
@@ -113,7 +102,7 @@ class _Reply:
         return replies.chat_logprobs(self._model.tokenizer, entries) if self._body.logprobs else None
 
     async def stream(self, request: web.Request, group: Group) -> web.StreamResponse:
-        parsers = [parser_for(self._body, self._model) for _ in group.jobs]
+        parsers = [self._plan.parser() for _ in group.jobs]
         with open_stream(request) as stream:
             await stream.start()
             first = {"role": "assistant", "content": ""}

@@ -11,6 +11,7 @@ from aiohttp import web
 from m40llm.engine import Engine, Request
 from m40llm.generation import GenerationResult, TokenEvent
 from m40llm.server import replies
+from m40llm.server.answers import schema_grammar
 from m40llm.server.chat import choices_of
 from m40llm.server.errors import ApiError, api_error
 from m40llm.server.jobs import Group, Job
@@ -34,7 +35,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
         raise ApiError(400, f"prompts times n are more than {_MAX_SEQUENCES}; send less at once", param="prompt")
     engine.check_room(len(prompts) * body.choices)
     encoded = await state.off_loop(request.content_length or 0, _encoded, tokenizer, prompts)
-    requests = [Request(ids, each) for ids in encoded for each in choices_of(params, body.choices)]
+    grammar = await state.off_loop(
+        0, schema_grammar, state.markup.grammars, body.response_format, slow=bool(body.response_format)
+    )
+    requests = [
+        Request(ids, each, None if grammar is None else grammar.start())
+        for ids in encoded
+        for each in choices_of(params, body.choices)
+    ]
     reply = _Reply(state, engine, body, _echoes(tokenizer, prompts, body))
     with state.running(
         requests, request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)

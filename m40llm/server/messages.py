@@ -7,6 +7,7 @@ from typing import Any
 
 from m40llm.model import Model
 from m40llm.server.errors import ApiError
+from m40llm.server.tools import ToolForm
 from m40llm.text import rendered_ids
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -58,11 +59,12 @@ def render(
     model: Model,
     messages: Sequence[Mapping[str, Any]],
     *,
+    form: ToolForm | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt that the model's template writes.
+    """The prompt that the model's template writes, or, where it knows no tools, what `form` makes of them.
 
     Raises:
         ApiError: the model has no template, a message or a variable cannot be.
@@ -73,9 +75,11 @@ def render(
     extra = dict(variables or {})
     if reserved := sorted(_RESERVED & extra.keys()):
         raise ApiError(400, f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
-    return model.chat_template.render(
-        checked(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, **extra
-    )
+    prepared = checked(messages)
+    shown = list(tools or ()) or None
+    if form is not None:
+        prepared, shown = form.prepare(prepared, tools or ())
+    return model.chat_template.render(prepared, tools=shown, add_generation_prompt=add_generation_prompt, **extra)
 
 
 def chat_ids(model: Model, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

@@ -149,6 +149,7 @@ async def apply_template(request: web.Request) -> web.Response:
         messages.render,
         engine.model,
         body.messages,
+        form=state.markup.tools,
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt,
         variables=body.chat_template_kwargs,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from m40llm.model import Model
-from m40llm.server.schema import ChatBody
+from m40llm.server.reasoning import Kind, ReasoningSplitter
+from m40llm.server.tools import ContentDelta, ToolCallParser
+from m40llm.server.tools import Delta as ToolDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,44 @@ class PlainOutput:
         return Delta()
 
 
-def parser_for(body: ChatBody, model: Model) -> OutputParser:
-    """The parser that this request's answer needs."""
-    return PlainOutput()
+class MarkupOutput:
+    """Reasoning apart from content, and calls out of the content; either reader may be None."""
+
+    def __init__(self, splitter: ReasoningSplitter | None, calls: ToolCallParser | None) -> None:
+        self._splitter = splitter
+        self._calls = calls
+
+    @property
+    def called_tools(self) -> bool:
+        return self._calls is not None and self._calls.complete > 0
+
+    def push(self, text: str) -> Delta:
+        return self._delta(self._splitter.push(text) if self._splitter else [("content", text)])
+
+    def flush(self) -> Delta:
+        delta = self._delta(self._splitter.finish() if self._splitter else [])
+        if self._calls is None:
+            return delta
+        rest = _delta("", self._calls.finish())
+        return Delta(delta.content + rest.content, delta.reasoning, [*delta.tool_calls, *rest.tool_calls])
+
+    def _delta(self, parts: Sequence[tuple[Kind, str]]) -> Delta:
+        reasoning = "".join(text for kind, text in parts if kind == "reasoning")
+        content = "".join(text for kind, text in parts if kind == "content")
+        if self._calls is None:
+            return Delta(content, reasoning)
+        return _delta(reasoning, self._calls.push(content))
+
+
+def _delta(reasoning: str, found: Sequence[ToolDelta]) -> Delta:
+    content = "".join(delta.text for delta in found if isinstance(delta, ContentDelta))
+    calls: list[dict[str, Any]] = []
+    for delta in found:
+        if isinstance(delta, ContentDelta):
+            continue
+        if delta.name is None:
+            calls.append({"index": delta.index, "function": {"arguments": delta.arguments}})
+        else:
+            function = {"name": delta.name, "arguments": delta.arguments}
+            calls.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
+    return Delta(content, reasoning, calls)

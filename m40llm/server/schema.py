@@ -178,6 +178,7 @@ class OpenAIBody(SamplingBody):
     """What chat and text completions share."""
 
     n: int | None = Field(None, ge=1, le=64)
+    response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
 
     @property
@@ -227,7 +228,8 @@ class ChatBody(OpenAIBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
+    reasoning_budget: int | None = Field(None, ge=-1)
+    thinking_budget: int | None = Field(None, ge=-1)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
@@ -236,6 +238,11 @@ class ChatBody(OpenAIBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return self
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether a grammar may have to be compiled, which takes longer than reading the fields."""
+        return bool(self.response_format or self.tools)
 
     @property
     def logprob_count(self) -> int | None:

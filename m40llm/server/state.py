@@ -16,6 +16,7 @@ from m40llm.engine import Engine, EngineClosed, Request
 from m40llm.engine_stats import EngineStats
 from m40llm.scheduler import Priority
 from m40llm.server import jobs, logs
+from m40llm.server.answers import ModelMarkup
 from m40llm.server.errors import ApiError
 from m40llm.server.jobs import Group, Job, Notifier
 from m40llm.server.metrics import Metrics
@@ -40,6 +41,7 @@ class ServerState:
     streams: set[EventStream] = field(default_factory=set)
     workers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "m40llm-text"))
     request_seconds: float = 1.0  # how long a request takes, a moving average
+    _markup: ModelMarkup | None = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.stats)
@@ -62,18 +64,27 @@ class ServerState:
         return self.engine
 
     @property
+    def markup(self) -> ModelMarkup:
+        """The markup of the model's answers. Raises as `ready`."""
+        if self._markup is None:
+            self._markup = ModelMarkup(self.ready().model)
+        return self._markup
+
+    @property
     def model_id(self) -> str:
         """The name that replies carry: the first alias, else the file's own name."""
-        return self.options.names[0] if self.options.names else self.ready().model.config.name
+        if self.options.names or self.engine is None:
+            return self.options.names[0] if self.options.names else self.options.model_path.stem
+        return self.engine.model.config.name
 
     def retry_after(self) -> float:
         """Seconds until a place in the queue is likely to be free."""
         slots = 1 if self.engine is None else self.engine.model.session.kv_layout.n_slots
         return min(60.0, self.request_seconds / slots)
 
-    async def off_loop(self, size: int, call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """Runs text work of `size` characters: here if small, else beside the event loop."""
-        if size <= _INLINE_CHARACTERS:
+    async def off_loop(self, size: int, call: Callable[..., _T], *args: Any, slow: bool = False, **kwargs: Any) -> _T:
+        """Runs text work of `size` characters: here if small and not known to be slow, else beside the event loop."""
+        if size <= _INLINE_CHARACTERS and not slow:
             return call(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self.workers, partial(call, *args, **kwargs))
 

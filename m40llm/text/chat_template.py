@@ -31,6 +31,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tool_source: str | None = None, variables: Mapping[str, str] | None = None) -> None:
         self.source = source
+        self.tool_source = tool_source or source
         self._environment = BoundedEnvironment()
         self._template = self._compile(source)
         self._tool_template = self._compile(tool_source) if tool_source else self._template

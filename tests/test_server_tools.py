@@ -1,0 +1,226 @@
+"""Tools, JSON schemas and reasoning through the official client, over a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.server_process import ServerProcess, serving
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "Current weather in a city.", "parameters": WEATHER},
+    },
+    {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+ASK: Any = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
+
+
+def new_client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with new_client(server) as client:
+        yield client
+
+
+def streamed(client: openai.OpenAI, **options: Any) -> tuple[str, list[dict[str, str]], list[str]]:
+    """(content, calls, finish reasons) of a stream; the shape of its deltas is checked on the way."""
+    content, reasons = "", []
+    calls: list[dict[str, str]] = []
+    for chunk in client.chat.completions.create(model="x", stream=True, **options):
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+            for call in choice.delta.tool_calls or []:
+                assert call.function is not None
+                if call.function.name is not None:
+                    assert call.index == len(calls)
+                    assert call.id is not None
+                    assert call.id.startswith("call_")
+                    assert call.type == "function"
+                    calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+                assert call.index == len(calls) - 1
+                calls[-1]["arguments"] += call.function.arguments or ""
+    return content, calls, reasons
+
+
+def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="x", messages=ASK, tools=TOOLS, tool_choice=NAMED, temperature=0, max_tokens=80
+    )
+    choice = reply.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.id.startswith("call_")
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+
+def test_a_required_tool_is_called_in_a_stream_as_without(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "messages": ASK,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 80,
+    }
+    content, calls, reasons = streamed(client, **options)
+    assert (content, reasons) == ("", ["tool_calls"])
+    (call,) = calls
+    if call["name"] == "get_weather":
+        jsonschema.validate(json.loads(call["arguments"]), WEATHER)
+    whole = client.chat.completions.create(model="x", **options).choices[0].message.tool_calls
+    assert whole is not None
+    assert [(c.function.name, c.function.arguments) for c in whole] == [(call["name"], call["arguments"])]  # type: ignore[union-attr]
+
+
+def test_a_result_goes_back_and_is_answered(client: openai.OpenAI) -> None:
+    """SmolLM2's template knows no tools: call and result reach the model as text."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    messages: Any = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "It is raining."},
+    ]
+    reply = client.chat.completions.create(model="x", messages=messages, tools=TOOLS, temperature=0, max_tokens=20)
+    assert reply.choices[0].finish_reason in ("stop", "length")
+    assert reply.choices[0].message.content
+
+
+SHAPE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 24},
+        "year": {"type": "integer", "minimum": 1900, "maximum": 2100},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["title", "year", "tags"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "film", "strict": True, "schema": SHAPE}}
+FILM: Any = [{"role": "user", "content": "Name a film as JSON."}]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_the_answer_satisfies_its_schema(client: openai.OpenAI, temperature: float) -> None:
+    reply = client.chat.completions.create(
+        model="x", messages=FILM, response_format=FORMAT, temperature=temperature, seed=3, max_tokens=120, n=2
+    )
+    for choice in reply.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), SHAPE)
+
+
+def test_the_schema_holds_in_a_stream(client: openai.OpenAI) -> None:
+    content, calls, reasons = streamed(client, messages=FILM, response_format=FORMAT, temperature=0, max_tokens=120)
+    assert (calls, reasons) == ([], ["stop"])
+    jsonschema.validate(json.loads(content), SHAPE)
+
+
+def test_a_schema_and_tools_leave_the_choice(client: openai.OpenAI) -> None:
+    content, calls, reasons = streamed(
+        client, messages=FILM, response_format=FORMAT, tools=TOOLS, temperature=0, max_tokens=120
+    )
+    assert bool(content) != bool(calls)
+    assert reasons == ["tool_calls" if calls else "stop"]
+
+
+def test_json_object_and_length(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="x", messages=FILM, response_format={"type": "json_object"}, temperature=0, max_tokens=4
+    )
+    assert reply.choices[0].finish_reason == "length"
+    assert (reply.choices[0].message.content or "").startswith("{")
+
+
+def test_completions_take_a_schema_too(server: ServerProcess) -> None:
+    body = {"prompt": "A film: ", "response_format": FORMAT, "temperature": 0, "max_tokens": 120}
+    reply = server.post("/v1/completions", body)
+    jsonschema.validate(json.loads(reply.json["choices"][0]["text"]), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, None),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": 1}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"thinking_budget": -2}, "thinking_budget"),
+        ({"thinking_budget": 1, "reasoning_budget": 2}, "reasoning_budget"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_a_400_with_the_reason(
+    server: ServerProcess, fields: dict[str, Any], param: str | None
+) -> None:
+    reply = server.post("/v1/chat/completions", {"messages": ASK, "max_tokens": 4, **fields})
+    assert reply.status == 400, reply.json
+    error = reply.json["error"]
+    assert error["param"] == param
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.models
+class TestQwen:
+    @pytest.fixture(scope="class")
+    def qwen(self, qwen_path: Path) -> Iterator[openai.OpenAI]:
+        with serving(qwen_path, "--slots", "1", "--ctx-per-slot", "2048") as server, new_client(server) as client:
+            yield client
+
+    def test_a_tool_is_called_in_a_stream_and_its_result_answered(self, qwen: openai.OpenAI) -> None:
+        content, calls, reasons = streamed(qwen, messages=ASK, tools=TOOLS, temperature=0, max_tokens=128)
+        (call,) = calls
+        assert (content, reasons) == ("", ["tool_calls"])
+        assert call["name"] == "get_weather"
+        assert json.loads(call["arguments"]) == {"city": "Paris", "unit": "celsius"}
+        function = {"name": call["name"], "arguments": call["arguments"]}
+        messages = [
+            *ASK,
+            {"role": "assistant", "content": None, "tool_calls": [{"id": call["id"], "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": call["id"], "content": '{"temperature": 31, "sky": "thunderstorm"}'},
+        ]  # fmt: skip
+        reply = qwen.chat.completions.create(model="x", messages=messages, tools=TOOLS, temperature=0, max_tokens=64)
+        assert reply.choices[0].finish_reason == "stop"
+        assert "31" in (reply.choices[0].message.content or "")
+
+    def test_the_same_call_without_a_stream(self, qwen: openai.OpenAI) -> None:
+        reply = qwen.chat.completions.create(model="x", messages=ASK, tools=TOOLS, temperature=0, max_tokens=128)
+        assert reply.choices[0].finish_reason == "tool_calls"
+        assert reply.choices[0].message.tool_calls is not None
+        (call,) = reply.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Paris", "unit": "celsius"}  # type: ignore[union-attr]
