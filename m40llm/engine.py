@@ -375,20 +375,20 @@ class Engine:
             if generation.state == "queued":
                 self._totals.cached_tokens += sequence.num_reused
             generation.started()
+        totals = self._totals
         try:
             result = self.model.session.run(step.plan)
+            totals.steps += 1  # before anybody hears of the step: who then looks at the totals finds it there
+            totals.prompt_tokens += prefill
+            totals.generated_tokens += len(step.sampling)
             gaps = self._commit(step, result)
         except Exception as error:  # contained: the step's requests fail, the process and the others go on
-            self._totals.failed_steps += 1
+            totals.failed_steps += 1
             for sequence in step.sequences:
                 self._end(sequence, "error", error)
             return
         seconds = time.perf_counter() - began
-        totals = self._totals
-        totals.steps += 1
         totals.step_seconds += seconds
-        totals.prompt_tokens += prefill
-        totals.generated_tokens += len(step.sampling)
         if self._on_step is not None:
             self._on_step(StepStats(seconds, sum(step.counts), prefill, len(step.sampling), tuple(gaps)))
 

@@ -103,7 +103,7 @@ class _Reply:
 
     async def stream(self, request: web.Request, group: Group) -> web.StreamResponse:
         parsers = [self._plan.parser() for _ in group.jobs]
-        with open_stream(request) as stream:
+        with open_stream(request, group) as stream:
             await stream.start()
             first = {"role": "assistant", "content": ""}
             await stream.send(*(self._chunk(job.index, first) for job in group.jobs))

@@ -109,7 +109,7 @@ class _Reply:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     async def stream(self, request: web.Request, group: Group) -> web.StreamResponse:
-        with open_stream(request) as stream:
+        with open_stream(request, group) as stream:
             await stream.start()
             if self._body.echo:
                 await stream.send(*(self._chunk(i, echo) for i, echo in enumerate(self._echoes)))

@@ -60,7 +60,7 @@ def _rest(state: ServerState, result: GenerationResult, request_id: str) -> dict
 
 
 async def _stream(request: web.Request, state: ServerState, group: Group, request_id: str) -> web.StreamResponse:
-    with open_stream(request) as stream:
+    with open_stream(request, group) as stream:
         await stream.start()
         try:
             async for batch in group.batches(state.options.heartbeat):

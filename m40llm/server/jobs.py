@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from m40llm.engine import Engine, Request
-from m40llm.generation import Generation, GenerationResult, PrefillEvent, TokenEvent
+from m40llm.generation import CancelReason, Generation, GenerationResult, PrefillEvent, TokenEvent
 from m40llm.scheduler import Priority
 from m40llm.server.errors import ApiError
 
@@ -74,6 +74,10 @@ class Group:
     def __init__(self, jobs: list[Job], ready: asyncio.Event) -> None:
         self.jobs = jobs
         self._ready = ready
+
+    def cancel(self, reason: CancelReason = "client") -> None:
+        for job in self.jobs:
+            job.generation.cancel(reason)
 
     async def finish(self) -> list[GenerationResult]:
         """Waits for all. Raises as `Job.result`."""

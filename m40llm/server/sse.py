@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 from aiohttp import web
+
+from m40llm.server.jobs import Group
+
+# A stream is a trickle. The kernel would take megabytes of it for a reader that stands still: back-pressure shall come sooner.
+_SEND_BUFFER = 1 << 16
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -23,8 +29,9 @@ def dumps(value: Any) -> str:
 class EventStream:
     """A response that is written as it comes. `send` waits while the reader is slow: that is the back-pressure."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, group: Group) -> None:
         self._request = request
+        self._group = group
         self._response = web.StreamResponse(headers=HEADERS)
         self._writing_since: float | None = None
 
@@ -33,6 +40,10 @@ class EventStream:
         return self._response
 
     async def start(self) -> None:
+        transport = self._request.transport
+        sock = None if transport is None else transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         await self._response.prepare(self._request)
 
     async def send(self, *values: Any) -> None:
@@ -52,7 +63,8 @@ class EventStream:
         return self._writing_since is not None and now - self._writing_since > limit
 
     def abort(self) -> None:
-        """Drops the connection; the handler is cancelled by that."""
+        """Cancels the generations and drops the connection; the handler is cancelled by that."""
+        self._group.cancel("idle")
         if self._request.transport is not None:
             self._request.transport.abort()
 

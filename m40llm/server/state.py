@@ -129,10 +129,10 @@ def state_of(request: web.Request) -> ServerState:
 
 
 @contextmanager
-def open_stream(request: web.Request) -> Iterator[EventStream]:
+def open_stream(request: web.Request, group: Group) -> Iterator[EventStream]:
     """An event stream that the reaper watches."""
     streams = state_of(request).streams
-    stream = EventStream(request)
+    stream = EventStream(request, group)
     streams.add(stream)
     try:
         yield stream

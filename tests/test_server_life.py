@@ -1,0 +1,298 @@
+"""Clients that leave, clients that do not read, signals, keys: over raw sockets, against real processes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server_process import SERVE, Reply, ServerProcess, serving
+from tests.tiny_gguf import build_tiny_gguf
+
+ENDLESS = {"prompt": "Once", "prompt_format": "raw", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+def long_prompt(words: int, salt: str) -> str:
+    return f"{salt} " + " ".join(f"word{i}" for i in range(words))
+
+
+# -- clients that go away --------------------------------------------------------------------------
+
+
+def last_request(server: ServerProcess, before: int) -> dict[str, Any]:
+    server.wait_for(lambda: len(server.requests) > before)
+    return server.requests[-1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_during_decode_stops_it_and_frees_the_slot(server: ServerProcess, stream: bool) -> None:
+    server.wait_for(server.idle)
+    before, made = len(server.requests), server.metric("m40llm_generated_tokens_total")
+    with server.raw("/generate", {**ENDLESS, "stream": stream}):
+        server.wait_for(lambda: server.metric("m40llm_generated_tokens_total") > made + 3)
+        at_leaving = server.metric("m40llm_generated_tokens_total")
+    server.wait_for(server.idle)
+    entry = last_request(server, before)
+    assert (entry["finish_reason"], entry["cancelled"]) == ("cancelled", "client")
+    total = server.metric("m40llm_generated_tokens_total")
+    assert total - at_leaving <= 3  # the step under way, and what was made between the scrape and the close
+    time.sleep(0.1)
+    assert server.metric("m40llm_generated_tokens_total") == total
+    assert entry["generated_tokens"] == total - made
+
+
+def test_leaving_during_prefill_stops_it_and_keeps_what_was_read(server: ServerProcess) -> None:
+    server.wait_for(server.idle)
+    before = len(server.requests)
+    body = {"prompt": long_prompt(280, "prefill"), "prompt_format": "raw", "max_tokens": 1, "temperature": 0}
+    tokens = len(server.post("/tokenize", {"content": body["prompt"]}).json["tokens"])
+    assert tokens > 800
+    with server.raw("/generate", body):
+        server.wait_for(lambda: any(0 < slot["n_past"] < tokens for slot in busy(server)))
+    server.wait_for(server.idle)
+    entry = last_request(server, before)
+    assert (entry["cancelled"], entry["generated_tokens"]) == ("client", 0)
+    kept = max(slot["n_past"] for slot in server.get("/slots").json)
+    assert 0 < kept < tokens
+    again = server.post("/generate", body).json
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def busy(server: ServerProcess) -> list[dict[str, Any]]:
+    return [slot for slot in server.get("/slots").json if slot["state"] == "prefill"]
+
+
+def test_leaving_the_queue_costs_nothing(server: ServerProcess) -> None:
+    server.wait_for(server.idle)
+    with server.raw("/generate", ENDLESS), server.raw("/generate", ENDLESS):
+        server.wait_for(lambda: server.slot_states() == ["decode", "decode"])
+        before = len(server.requests)
+        with server.raw("/generate", {**ENDLESS, "prompt": "Never"}):
+            server.wait_for(lambda: server.metric("m40llm_requests_waiting") == 1)
+        server.wait_for(lambda: server.metric("m40llm_requests_waiting") == 0)
+        entry = last_request(server, before)
+        assert (entry["slot"], entry["generated_tokens"], entry["cancelled"]) == (-1, 0, "client")
+        assert server.slot_states() == ["decode", "decode"]
+    server.wait_for(server.idle)
+
+
+def test_a_waiting_stream_carries_heartbeats(server: ServerProcess) -> None:
+    server.wait_for(server.idle)
+    with (
+        server.raw("/generate", ENDLESS),
+        server.raw("/generate", ENDLESS),
+        server.raw("/generate", {**ENDLESS, "stream": True}) as waiting,
+    ):
+        received = b""
+        while received.count(b": keep-alive\n\n") < 2:
+            received += waiting.recv(4096)
+        assert b"data:" not in received
+    server.wait_for(server.idle)
+
+
+def test_background_requests_yield(server: ServerProcess) -> None:
+    server.wait_for(server.idle)
+    background = {**ENDLESS, "priority": "background"}
+    with server.raw("/generate", background), server.raw("/generate", background):
+        server.wait_for(lambda: server.slot_states() == ["decode", "decode"])
+        before = server.metric("m40llm_preemptions_total")
+        assert server.post("/generate", {**ENDLESS, "max_tokens": 3}).json["usage"]["completion_tokens"] == 3
+        assert server.metric("m40llm_preemptions_total") == before + 1
+    server.wait_for(server.idle)
+
+
+# -- a second server: keys, limits, deadlines ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", context=8192)
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("first-key\nzweiter-schlüssel\n", encoding="utf-8")
+    options = ("-np", "2", "-c", "16384", "--api-key-file", str(keys), "--api-key", "third", "-a", "small,tiny")
+    limits = ("--idle-timeout", "2", "--max-body-mb", "0.1", "--cors-origin", "https://here.example")
+    with serving(tiny, *options, *limits) as process:
+        yield process
+
+
+def with_key(process: ServerProcess, path: str, body: Any, key: str = "first-key") -> Reply:
+    return process.ask("POST", path, body, {"Authorization": f"Bearer {key}"})
+
+
+def test_keys(guarded: ServerProcess) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first-key"}, {"X-Api-Key": ""}):
+        for path in ("/v1/models", "/metrics", "/slots", "/props", "/nowhere"):
+            reply = guarded.ask("GET", path, headers=headers)
+            assert (reply.status, reply.json["error"]["type"]) == (401, "authentication_error")
+            assert reply.headers["www-authenticate"] == "Bearer"
+    schluessel = "zweiter-schlüssel".encode().decode("latin-1")
+    for headers in (
+        {"Authorization": "Bearer first-key"},
+        {"Authorization": f"bearer {schluessel}"},
+        {"X-Api-Key": "third"},
+    ):
+        assert guarded.ask("GET", "/v1/models", headers=headers).status == 200
+    assert guarded.get("/health").status == 200
+    preflight = {"Origin": "https://here.example", "Access-Control-Request-Method": "POST"}
+    reply = guarded.ask("OPTIONS", "/v1/chat/completions", headers=preflight)
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (204, "https://here.example")
+
+
+def test_aliases_and_sizes_by_llama_servers_flags(guarded: ServerProcess) -> None:
+    reply = guarded.ask("GET", "/v1/models", headers={"X-Api-Key": "third"}).json["data"][0]
+    assert (reply["id"], reply["meta"]["n_ctx"]) == ("small", 8192)
+    assert guarded.ask("GET", "/v1/models/tiny", headers={"X-Api-Key": "third"}).status == 200
+    assert with_key(guarded, "/generate", {"prompt": "x" * 200_000}).status == 413
+
+
+# -- clients that do not read ----------------------------------------------------------------------
+
+LOUD = {  # some kilobytes a token
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 900,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+@contextmanager
+def unread(process: ServerProcess, max_tokens: int) -> Iterator[socket.socket]:
+    """A stream that nobody reads yet, through a small window, until its sequence is paused."""
+    body = {**LOUD, "max_tokens": max_tokens}
+    with process.raw("/v1/chat/completions", body, receive_buffer=4096, headers={"X-Api-Key": "third"}) as sock:
+        process.wait_for(lambda: "paused" in slot_states(process))
+        yield sock
+
+
+def slot_states(process: ServerProcess) -> list[str]:
+    return [slot["state"] for slot in process.ask("GET", "/slots", headers={"X-Api-Key": "third"}).json]
+
+
+def test_a_slow_reader_holds_up_itself_only(guarded: ServerProcess) -> None:
+    with unread(guarded, 1500) as slow:
+        reply = with_key(guarded, "/generate", {**ENDLESS, "max_tokens": 20})
+        assert reply.json["usage"]["completion_tokens"] == 20
+        assert "paused" in slot_states(guarded)
+        received = bytearray()
+        while data := slow.recv(1 << 20):
+            received += data
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert received.count(b'"finish_reason":"length"') == 1
+    guarded.wait_for(lambda: guarded.requests[-1]["generated_tokens"] == 1500)
+
+
+def test_an_unread_stream_is_given_up(guarded: ServerProcess) -> None:
+    with unread(guarded, 8000):
+        guarded.wait_for(lambda: any(entry["cancelled"] == "idle" for entry in guarded.requests))
+        guarded.wait_for(lambda: any("stood still" in line for line in guarded.log))
+    assert slot_states(guarded) == ["idle", "idle"]
+
+
+# -- start and stop --------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_a_request_end_and_takes_no_other(tiny: Path) -> None:
+    process = ServerProcess(tiny, "--slots", "1", "--ctx-per-slot", "4096").wait_until_ready()
+    with ThreadPoolExecutor() as pool, process.raw("/generate", {"prompt": "late"}) as late:
+        late.recv(1)  # answered: the connection, closed by now, proves that requests were taken
+        running = pool.submit(process.post, "/generate", {**ENDLESS, "max_tokens": 1500})
+        process.wait_for(lambda: "decode" in process.slot_states())
+        idle = socket.create_connection(("127.0.0.1", process.port))
+        process.process.send_signal(signal.SIGTERM)
+        process.wait_for(lambda: any('"stopping"' in line for line in process.log))
+        with idle:
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 503 " in idle.recv(4096).splitlines()[0]
+        reply = running.result(30)
+        assert (reply.status, reply.json["usage"]["completion_tokens"]) == (200, 1500)
+    assert process.stop() == 0
+
+
+def test_sigterm_cuts_what_takes_too_long(tiny: Path) -> None:
+    process = ServerProcess(tiny, "--slots", "2", "--ctx-per-slot", "8192", "--drain-seconds", "0.2").wait_until_ready()
+    body = {**ENDLESS, "max_tokens": 8000}
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(process.post, "/generate", body)
+        stream = pool.submit(process.post, "/generate", {**body, "stream": True})
+        process.wait_for(lambda: process.slot_states() == ["decode", "decode"])
+        began = time.monotonic()
+        assert process.stop() == 0
+        assert time.monotonic() - began < 10
+        assert (whole.result(5).status, whole.result(5).json["error"]["code"]) == (503, "shutting_down")
+        *_, error, done = stream.result(5).events
+        assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
+    assert {entry["cancelled"] for entry in process.requests} == {"shutdown"}
+    assert not any("Traceback" in line for line in process.log)
+
+
+def test_while_loading_health_says_so_and_sigterm_works(tiny: Path) -> None:
+    process = ServerProcess(tiny)
+    first = process.get("/health")
+    if first.status == 503:  # a fast machine may have loaded the model by now
+        assert first.json == {"status": "loading model"}
+        assert process.post("/generate", {"prompt": "a"}).status in (200, 503)
+    assert process.stop() == 0
+
+
+def test_the_server_ends_with_its_parent(tiny: Path) -> None:
+    command = [*SERVE, str(tiny), "--device", "cpu", "--port", "0", "--exit-with-parent"]
+    script = f"import subprocess, time; p = subprocess.Popen({command!r}); print(p.pid, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stderr is not None
+    parent.stdout.readline()
+    while "listening" not in parent.stderr.readline():
+        pass
+    parent.kill()
+    parent.wait()
+    rest: list[str] = []
+    reader = threading.Thread(target=lambda: rest.append(parent.stderr.read()))  # type: ignore[union-attr]
+    reader.start()
+    reader.join(20)  # the pipe ends when the server, its last writer, has
+    assert rest
+    assert "the parent process has ended" in rest[0]
+    assert "stopped" in rest[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("{tiny}", "--port", "{taken}"), 1, "address already in use"),
+        (("{tiny}", "--ctx-per-slot", "99999"), 1, "over the model's context of 8192"),
+        (("{tiny}", "--slots", "0"), 2, "--slots is 0"),
+        (("{tiny}", "--port", "70000"), 2, "--port is 70000"),
+        (("{tiny}", "-c", "100", "--ctx-per-slot", "50"), 2, "contradict each other"),
+        (("{tiny}", "--api-key", ""), 2, "--api-key is empty"),
+        (("{tiny}", "-m", "other.gguf"), 2, "two models"),
+        (("{tiny}", "--drain-seconds", "nan"), 2, "--drain-seconds is nan"),
+        ((), 2, "name a model"),
+        (("/nowhere.gguf",), 1, "no such file"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(tiny: Path, arguments: tuple[str, ...], code: int, words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        filled = [a.format(tiny=tiny, taken=port) for a in arguments]
+        done = subprocess.run([*SERVE, *filled, "--device", "cpu"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert "Traceback" not in done.stderr
