@@ -10,6 +10,7 @@ from aiohttp import web
 
 from m40llm.engine import Engine
 from m40llm.server import chat, completions, generate, logs, middleware, native
+from m40llm.server.chat_page import add_chat_page
 from m40llm.server.jobs import Notifier
 from m40llm.server.settings import ServerOptions
 from m40llm.server.slots import default_slots
@@ -51,6 +52,7 @@ def add_routes(app: web.Application) -> None:
             web.post("/apply-template", native.apply_template),
         ]
     )
+    add_chat_page(app)
 
 
 async def _engine(app: web.Application) -> AsyncIterator[None]:
