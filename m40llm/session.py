@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -21,12 +22,23 @@ from m40llm.weights import ModelWeights
 _MAX_RECORDED_STEPS = 64
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """Host copies of a step's outputs, one row per entry of the plan's `logit_rows`."""
+    """A step's outputs on the host, one row per entry of the plan's `logit_rows`.
 
-    ids: NDArray[np.int32]  # (R,) greedy token
-    logits: NDArray[np.float32]  # (R, V), valid until the next step
+    `ids` (R,) int32 are the greedy tokens. `logits` (R, V) float32 are valid until the next step and fetched when first
+    asked for: a device then copies megabytes, which greedy requests have no use for.
+    """
+
+    def __init__(self, ids: NDArray[np.int32], read_logits: Callable[[], NDArray[np.float32]]):
+        self.ids = ids
+        self._read_logits = read_logits
+        self._logits: NDArray[np.float32] | None = None
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        if self._logits is None:
+            self._logits = self._read_logits()
+        return self._logits
 
 
 class DecodeSession:
@@ -77,7 +89,8 @@ class DecodeSession:
             self._steps.move_to_end(shape)
         step.run()
         rows = shape.logit_rows
-        return StepResult(self._ops.read_ids(self._ws, rows), self._ops.read_logits(self._ws, rows))
+        ids = self._ops.read_ids(self._ws, rows)
+        return StepResult(ids, partial(self._ops.read_logits, self._ws, rows))
 
     def read_kv(self, slot: int, start: int, stop: int) -> NDArray:
         """K and V of positions `start .. stop` of a slot: (2, L, n, KH, HD) in the KV storage type, K first.

@@ -105,14 +105,18 @@ def test_a_request_alone_gives_the_same_tokens(kind: str, path: Path, expected: 
 def test_logits_are_the_references(kind: str, path: Path) -> None:
     with GGUFFile.open(path) as file:
         oracle = reference.forward(file, ModelConfig.from_gguf(file), PROMPTS[0])
-    with open_session(path, CudaOps(kernel_device(kind))) as session:
+    device = kernel_device(kind)
+    with open_session(path, CudaOps(device)) as session:
         session.run(StepPlan.pack([Segment(1, 0, PROMPTS[0][:20], [])]))
         plan = [Segment(1, 20, PROMPTS[0][20:], [5, 17]), Segment(0, 0, PROMPTS[1], [0])]
-        got = session.run(StepPlan.pack(plan))
-    difference = np.abs(got.logits[:2] - oracle[[25, 37]])
+        result = session.run(StepPlan.pack(plan))
+        before = device.counters.snapshot()
+        logits, _ = result.logits, result.logits
+        assert (device.counters - before).d2h_copies == 1  # fetched when asked for, once
+    difference = np.abs(logits[:2] - oracle[[25, 37]])
     assert difference.mean() < MEAN
     assert difference.max() < MAXIMUM
-    assert got.ids[:2].tolist() == oracle[[25, 37]].argmax(axis=1).tolist()
+    assert result.ids[:2].tolist() == oracle[[25, 37]].argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("experiment", ["ldg", "ldg_kv"])

@@ -86,7 +86,7 @@ class Ops(Protocol):
         """The greedy ids (R,); the one place where the host waits for the device."""
 
     def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
-        """Logits (R, V) as a host array, valid until the next step."""
+        """Logits (R, V) as a host array, valid until the next step; called after `read_ids`, if at all."""
 
     # -- between steps ---------------------------------------------------------------------------
     def read_kv(self, kv: KVCache, slot: int, start: int, stop: int) -> NDArray:

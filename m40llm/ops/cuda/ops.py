@@ -23,8 +23,6 @@ from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.ops.rope_table import rope_tables
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
 
-_ALIGN = 256  # of the logits behind the ids
-
 
 def check_model(config: ModelConfig, kv_dtype: KVDtype) -> None:
     """Raises ConfigError for a model or a KV type that the CUDA kernels cannot run, before anything is loaded."""
@@ -45,8 +43,6 @@ class _Scratch:
 
     packed: DeviceTensor  # (total,) i32, the plan's arrays as `plan_offsets` has them
     offsets: dict[str, int]
-    results: DeviceTensor  # (bytes,) u8: ids, then logits, so that one copy brings both
-    logits_at: int  # byte offset of the logits
     normed: DeviceTensor  # (R, D) f32 normalised rows whose logits are wanted
     attention: attention.Scratch
     argmax: reduce.ReduceScratch
@@ -119,7 +115,6 @@ class CudaOps:
         self._side = device.stream(priority=-1)
         self._fork, self._join = device.event(), device.event()
         self._scratch: _Scratch | None = None
-        self._logits: NDArray[np.float32] | None = None
         extras = "".join((", decode graphs" * decode_graph, f", {cache_experiment}" * (cache_experiment != "off")))
         self.description = f"{device.name} ({device.arch}{extras})"
 
@@ -153,12 +148,9 @@ class CudaOps:
             self._device, limits.segments, config.n_heads, config.n_kv_heads, config.context_length
         )
         blocks = attention.counters_per_segment(config.n_kv_heads, config.n_heads // config.n_kv_heads)
-        logits_at = -(-4 * wanted // _ALIGN) * _ALIGN
         scratch = _Scratch(
             packed=self._new((offsets["total"],), np.int32, "plan"),
             offsets=offsets,
-            results=self._new((logits_at + 4 * wanted * vocab,), np.uint8, "logits"),
-            logits_at=logits_at,
             normed=f32("normalised rows of the logits", wanted, config.d_model),
             attention=attention.Scratch(
                 f32("partial attention", places * config.head_dim),
@@ -180,8 +172,8 @@ class CudaOps:
             v=f32("v", rows, config.kv_width),
             attn=f32("attn", rows, config.q_width),
             act=f32("act", rows, config.d_ff),
-            logits=DeviceTensor.at(scratch.results.memory, (wanted, vocab), np.float32, logits_at),
-            ids=DeviceTensor.at(scratch.results.memory, (wanted,), np.int32),
+            logits=f32("logits", wanted, vocab),
+            ids=self._new((wanted,), np.int32, "ids"),
         )
 
     def new_kv(self, layout: KVLayout) -> KVCache:
@@ -198,7 +190,6 @@ class CudaOps:
             values = getattr(plan, name)
             host[scratch.offsets[name] : scratch.offsets[name] + len(values)] = values
         self._device.upload(scratch.packed.memory, host)
-        self._logits = None
 
     def record(self, shape: StepShape, body: Callable[[], None]) -> EagerStep | GraphStep:
         if not (self._decode_graph and shape.longest == 1):
@@ -208,21 +199,13 @@ class CudaOps:
         return step
 
     def read_ids(self, ws: Workspace, rows: int) -> NDArray[np.int32]:
-        """Waits, unless there is nothing to read, and brings the logits along in the same copy."""
-        vocab = ws.logits.shape[1]
-        if not rows:
-            self._logits = np.empty((0, vocab), np.float32)
-            return np.empty(0, np.int32)
-        scratch = self._buffers()
-        data = self._device.download(scratch.results.memory, (scratch.logits_at + 4 * rows * vocab,), np.uint8)
-        self._logits = data[scratch.logits_at :].view(np.float32).reshape(rows, vocab)
-        return data[: 4 * rows].view(np.int32)
+        """Waits, unless there is nothing to read: a chunk of a prompt that wants no logits only enqueues its work."""
+        return tensor.download(self._device, ws.ids[:rows]) if rows else np.empty(0, np.int32)
 
     def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
-        if self._logits is None or len(self._logits) != rows:
-            self.read_ids(ws, rows)
-        assert self._logits is not None
-        return self._logits
+        return (
+            tensor.download(self._device, ws.logits[:rows]) if rows else np.empty((0, ws.logits.shape[1]), np.float32)
+        )
 
     # -- between steps -------------------------------------------------------------------------------
     def read_kv(self, kv: KVCache, slot: int, start: int, stop: int) -> NDArray[Any]:
