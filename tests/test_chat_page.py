@@ -183,7 +183,7 @@ def test_every_file_of_the_page_comes_with_its_policy_type_and_etag(server: Serv
     for name in modules:  # grows: what a module imports is served too
         source = server.get(f"/{name}").body.decode()
         modules += [n for m in re.findall(r'from "\./([\w.]+)"', source) if (n := f"static/{m}") not in modules]
-    assert len(modules) == 7
+    assert len(modules) == 8
     for path in {*html.found, *modules}:
         got = server.get(f"/{path}")
         assert got.status == 200, path

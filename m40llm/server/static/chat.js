@@ -1,6 +1,7 @@
 // The page's state and what the user does with it: conversations, running answers, the server.
 import { byId, copyText, fitHeight } from "./dom.js";
 import { answerView, conversationView, questionView, suggestionView } from "./messages.js";
+import { startRun, take } from "./run.js";
 import { apiKey, openSettings, setUpSettings, showDefaults, showSettings } from "./settings.js";
 import {
   conversationOf,
@@ -125,8 +126,8 @@ new ResizeObserver(() => (following ? scrollToEnd() : (byId("jump").hidden = atE
 async function answer(conversation) {
   const messages = conversation.messages.map(({ role, content }) => ({ role, content }));
   if (conversation.system.trim()) messages.unshift({ role: "system", content: conversation.system });
-  const message = { role: "assistant", content: "", reasoning: "", state: "streaming", stats: null, error: "" };
-  const run = { controller: new AbortController(), message, sent: performance.now(), first: 0, pieces: 0 };
+  const run = startRun();
+  const { message } = run;
   conversation.messages.push(message);
   runs.set(conversation.id, run);
   failures.delete(conversation.id);
@@ -165,41 +166,6 @@ async function answer(conversation) {
 }
 
 const describe = (error) => (error instanceof ApiError ? error.message : `The page failed: ${error.message}`);
-
-/** What one chunk adds to the answer. */
-function take(run, chunk) {
-  const { message } = run;
-  const choice = chunk.choices?.[0];
-  const text = choice?.delta?.content ?? "";
-  const reasoning = choice?.delta?.reasoning_content ?? "";
-  const now = performance.now();
-  const stats = (message.stats ??= {});
-  if (text || reasoning) {
-    run.first ||= now;
-    run.pieces += 1;
-    if (text && message.reasoning && !message.content) stats.thought = (now - run.first) / 1000;
-    message.content += message.content ? text : text.trimStart();
-    message.reasoning += message.reasoning ? reasoning : reasoning.trimStart();
-    stats.ttft = (run.first - run.sent) / 1000;
-    if (!stats.exact) {
-      // A piece is about a token; the server's count replaces it at the end.
-      stats.tokens = run.pieces;
-      if (now > run.first) stats.rate = ((run.pieces - 1) * 1000) / (now - run.first);
-    }
-  }
-  if (choice?.finish_reason) stats.finish = choice.finish_reason;
-  if (chunk.usage) {
-    stats.exact = true;
-    stats.tokens = chunk.usage.completion_tokens;
-    stats.prompt = chunk.usage.prompt_tokens;
-    stats.cached = chunk.usage.prompt_tokens_details?.cached_tokens;
-    if (!run.timed && run.first && now > run.first) stats.rate = ((stats.tokens - 1) * 1000) / (now - run.first);
-  }
-  if (chunk.timings?.predicted_per_second) {
-    run.timed = true; // the server's own measure, without the network
-    stats.rate = chunk.timings.predicted_per_second;
-  }
-}
 
 /** Shows a growing answer, at most once a frame and with at most a fifth of the time spent on it, however long it is. */
 function repaint(conversation, run) {
