@@ -200,6 +200,7 @@ class RuntimeOptions:
     FP16 KV, whose own rounding weighs more, and 32 with FP32 KV, the setting for exactness).
     `max_queue` requests may wait for a slot (None: any number); a stream whose reader stands still is cancelled after
     `idle_timeout_s` (None: never).
+    `chat_template` replaces the file's: Jinja2 source, or the name of one of the file's templates.
     The prefix cache keeps KV of past prompts in `cache_ram_mb` of host memory (0: none) and, with `cache_disk_dir`, in
     `cache_disk_mb` of that folder, both in MiB.
     On a card: `require_sm52` takes nothing but compute capability 5.2, `decode_graph` replays decode steps as CUDA graphs,
@@ -216,6 +217,7 @@ class RuntimeOptions:
     token_budget: int = 512
     max_queue: int | None = None
     idle_timeout_s: float | None = None
+    chat_template: str | None = None
     cache_ram_mb: int = 0
     cache_disk_dir: Path | None = None
     cache_disk_mb: int = 4096

@@ -52,7 +52,7 @@ class Model:
             logit_rows: rows of a step that may ask for logits (default: one per slot).
 
         Raises:
-            GGUFError, ConfigError, TokenizerError: the file or an option is not usable, in one line.
+            GGUFError, ConfigError, TokenizerError, ChatTemplateError: the file or an option is not usable, in one line.
             DeviceError: the device cannot be had (DeviceUnavailable) or cannot hold the model (OverBudget).
         """
         started = time.perf_counter()
@@ -61,7 +61,7 @@ class Model:
             config = ModelConfig.from_gguf(file)
             context = options.context_for(config)
             tokenizer = Tokenizer.from_gguf(file.metadata)
-            template = ChatTemplate.from_gguf(file.metadata)
+            template = ChatTemplate.from_gguf(file.metadata, options.chat_template)
             limits = StepLimits(
                 rows=max(options.token_budget, options.slots),
                 segments=options.slots,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -42,12 +43,24 @@ class Reply:
 
 
 class ServerProcess:
-    """A running server. Its log (JSON lines) is collected; `requests` are the lines of ended requests."""
+    """A running server; without a `model` the environment names it. Its log (JSON lines) is collected, `requests` are its
+    lines of ended requests."""
 
-    def __init__(self, model: Path | str, *options: str, log_format: str = "json") -> None:
+    def __init__(self, model: Path | str, *options: str, env: dict[str, str] | None = None) -> None:
         self.log: list[str] = []
         self.process = subprocess.Popen(
-            [*SERVE, str(model), "--device", "cpu", "--port", "0", "--log-format", log_format, *options],
+            [
+                *SERVE,
+                *([str(model)] if model else []),
+                "--device",
+                "cpu",
+                "--port",
+                "0",
+                "--log-format",
+                "json",
+                *options,
+            ],
+            env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -123,9 +123,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guarded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("first-key\nzweiter-schlüssel\n", encoding="utf-8")
+    template = keys.with_name("template.jinja")
+    template.write_text("{% for m in messages %}({{ m.role }}: {{ m.content }}){% endfor %}")
     options = ("-np", "2", "-c", "16384", "--api-key-file", str(keys), "--api-key", "third", "-a", "small,tiny")
     limits = ("--idle-timeout", "2", "--max-body-mb", "0.1", "--cors-origin", "https://here.example")
-    with serving(tiny, *options, *limits) as process:
+    more = ("--chat-template-file", str(template), "--no-warmup", "--jinja", "--metrics")
+    with serving(tiny, *options, *limits, *more) as process:
         yield process
 
 
@@ -157,6 +160,8 @@ def test_aliases_and_sizes_by_llama_servers_flags(guarded: ServerProcess) -> Non
     assert (reply["id"], reply["meta"]["n_ctx"]) == ("small", 8192)
     assert guarded.ask("GET", "/v1/models/tiny", headers={"X-Api-Key": "third"}).status == 200
     assert with_key(guarded, "/generate", {"prompt": "x" * 200_000}).status == 413
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    assert with_key(guarded, "/apply-template", {"messages": messages}).json == {"prompt": "(system: a)(user: b)"}
 
 
 # -- clients that do not read ----------------------------------------------------------------------
@@ -240,6 +245,24 @@ def test_sigterm_cuts_what_takes_too_long(tiny: Path) -> None:
         assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
     assert {entry["cancelled"] for entry in process.requests} == {"shutdown"}
     assert not any("Traceback" in line for line in process.log)
+
+
+def test_every_option_has_a_variable(tiny: Path) -> None:
+    variables = {
+        "M40LLM_MODEL": str(tiny),
+        "M40LLM_SLOTS": "3",
+        "M40LLM_CTX_PER_SLOT": "100",
+        "M40LLM_ALIAS": "from-env",
+        "M40LLM_API_KEY": "k1 k2",
+        "M40LLM_MAX_QUEUE": "0",
+    }
+    with serving("", env=variables) as process:
+        headers = {"X-Api-Key": "k2"}
+        found = process.ask("GET", "/props", headers=headers).json
+        assert (found["total_slots"], found["default_generation_settings"]["n_ctx"]) == (3, 100)
+        assert found["model_alias"] == "from-env"
+        body = {"prompt": "a", "n": 4, "max_tokens": 1}
+        assert process.ask("POST", "/v1/completions", body, headers).status == 400  # no queue: 3 at once and no more
 
 
 def test_while_loading_health_says_so_and_sigterm_works(tiny: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ Routes: POST /generate, the OpenAI API under /v1 (chat/completions, completions,
 @_option("--alias", "-a", "names", multiple=True, help="Name of the model in replies; repeatable, or with commas.")
 @_option("--api-key", "keys", multiple=True, help="A key that clients must send; repeatable, or with commas.")
 @_option("--api-key-file", type=click.Path(path_type=Path, dir_okay=False), help="File with one key a line.")
+@_option("--chat-template", help="Chat template instead of the model's: a name of the file's, or Jinja2 source.")
+@_option("--chat-template-file", type=click.Path(path_type=Path, dir_okay=False), help="The same, from a file.")
 @_option("--cors-origin", default="*", show_default=True, help='Origin that browsers may call from; "" for none.')
 @_option(
     "--max-queue", type=int, default=64, show_default=True, help="Requests that may wait for a slot; more get 429."
@@ -57,8 +60,11 @@ Routes: POST /generate, the OpenAI API under /v1 (chat/completions, completions,
     "--heartbeat-seconds", type=float, default=10.0, show_default=True, help="Idle time between comments in a stream."
 )
 @_option("--drain-seconds", type=float, default=30.0, show_default=True, help="Time for running requests at SIGTERM.")
+@_option("--warmup/--no-warmup", default=True, help="Run a step of each kind before the first request (default: yes).")
 @_option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends.")
 @_option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Log on stderr.")
+@click.option("--jinja", is_flag=True, hidden=True)  # llama-server's switches for what is always on here
+@click.option("--metrics", is_flag=True, hidden=True)
 @runtime_options
 def command(model: str | None, model_option: str | None, **flags: Any) -> None:
     """Serve MODEL over HTTP: POST /generate and the OpenAI API.
@@ -77,7 +83,8 @@ def command(model: str | None, model_option: str | None, **flags: Any) -> None:
     from m40llm.server.settings import ServerOptions
 
     slots = flags.pop("slots")
-    runtime = runtime_from(flags)
+    template = _template(flags.pop("chat_template"), flags.pop("chat_template_file"))
+    runtime = replace(runtime_from(flags), chat_template=template)
     path = resolve_model(spec)
     try:
         options = ServerOptions(
@@ -94,6 +101,7 @@ def command(model: str | None, model_option: str | None, **flags: Any) -> None:
             idle_timeout=flags["idle_timeout"],
             heartbeat=flags["heartbeat_seconds"],
             drain=flags["drain_seconds"],
+            warm_up=flags["warmup"],
             exit_with_parent=flags["exit_with_parent"],
             log_format=flags["log_format"],
         )
@@ -115,6 +123,12 @@ def _resolve_context(flags: dict[str, Any]) -> None:
             "--ctx-per-slot, --ctx-size and --ctx contradict each other; give one", click.get_current_context()
         )
     flags["ctx"] = next(iter(given), None)
+
+
+def _template(given: str | None, file: Path | None) -> str | None:
+    if given and file:
+        raise click.UsageError("--chat-template and --chat-template-file: give one", click.get_current_context())
+    return file.read_text(encoding="utf-8") if file else given
 
 
 def _split(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -79,6 +79,7 @@ def _load(state: ServerState) -> Engine:
         runtime,
         on_compile=_say_once("compiling kernels for this machine (once, some seconds; cached afterwards)"),
         on_step=state.metrics.step,
+        warm_up=options.warm_up,
     )
 
 

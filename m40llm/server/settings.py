@@ -32,6 +32,7 @@ class ServerOptions:
     idle_timeout: float = 60.0
     heartbeat: float = 10.0
     drain: float = 30.0
+    warm_up: bool = True
     exit_with_parent: bool = False
     log_format: LogFormat = "text"
 
