@@ -84,17 +84,17 @@ struct Bits8 {
   }
 };
 
-// Byte j holds weights j and j + 16: the nibbles of a word are a piece of the first half and one of the second.
+// A word holds two pieces that follow each other: one in the low nibbles of its bytes, one in the high ones.
 struct Bits4 {
   static constexpr int STEPS = 1, EXTRA = 0, WORDS = 4, BITS = 4;
   static constexpr bool FLOATING = false;
-  M40_INLINE static int offset(int p, int c) { return c == 3 ? 0 : settled((p >> 2) * 4 + 8 * c, 4); }
+  M40_INLINE static int offset(int p, int c) { return c == 3 ? 0 : settled((p & 1) * 4 + 8 * c, 4); }
   template <int P>
   M40_INLINE static void piece(const u32 (&words)[WORDS], u32 (&m)[4]) {
-    constexpr int at = (P >> 2) * 4;
-    const u32 w = words[P & 3];
+    constexpr int at = (P & 1) * 4;
+    const u32 w = words[P >> 1];
     m[0] = field<at, 4>(w), m[1] = field<at + 8, 4>(w), m[2] = field<at + 16, 4>(w);
-    m[3] = P < 4 ? w >> 24 & 15u : w >> 28;
+    m[3] = at == 0 ? w >> 24 & 15u : w >> 28;
   }
 };
 
@@ -271,23 +271,39 @@ struct Group {
     base = matrix + (size_t)(u32)group * (u32)bytes(units);
   }
   M40_INLINE int chunk_units(int unit) const { return min(32, units - (unit & ~31)); }
-  // First byte of the chunk that `unit` lies in.
-  M40_INLINE const u8* chunk(int unit) const { return base + (unit & ~31) * (4 * F::UNIT_BYTES); }
   M40_INLINE const u8* scales(int unit) const { return base + (units * (4 * F::UNIT_BYTES) + unit * (4 * F::Scale::RAW)); }
   M40_INLINE const u8* supers(int unit) const {
     return base + (units * (4 * (F::UNIT_BYTES + F::Scale::RAW)) + (unit >> 3) * (4 * F::Scale::SUPER));
   }
 };
 
-// Words of one step of a unit; `width` = units of the chunk, `unit` = number within it.
+// Where a unit's bytes of row 0 lie, and how far it is to the next row.
+template <class F>
+struct UnitPlace {
+  const u8* main;
+  u32 main_pitch;
+  const u8* extra;
+  u32 extra_pitch;
+
+  M40_INLINE UnitPlace(const Group<F>& w, int unit) {
+    const u32 width = w.chunk_units(unit), lane = unit & 31;
+    const u8* chunk = w.base + (u32)(unit & ~31) * (4 * F::UNIT_BYTES);
+    main = chunk + lane * 16;
+    main_pitch = width * 16;
+    extra = chunk + width * (64 * F::Bits::STEPS) + lane * F::Bits::EXTRA;
+    extra_pitch = width * F::Bits::EXTRA;
+  }
+};
+
+// Words of one step of a unit.
 template <class F, int STEP>
-M40_INLINE void load_words(const u8* chunk, int width, int row, int unit, u32 (&words)[F::Bits::WORDS]) {
-  const uint4 q = __ldg(reinterpret_cast<const uint4*>(chunk) + ((STEP * 4 + row) * width + unit));
+M40_INLINE void load_words(const UnitPlace<F>& at, int row, u32 (&words)[F::Bits::WORDS]) {
+  const uint4 q = __ldg(reinterpret_cast<const uint4*>(at.main + (u32)(STEP * 4 + row) * at.main_pitch));
   words[0] = q.x, words[1] = q.y, words[2] = q.z, words[3] = q.w;
-  const u8* extra = chunk + F::Bits::STEPS * 64 * width;
-  if constexpr (F::Bits::EXTRA == 4) words[4] = __ldg(reinterpret_cast<const u32*>(extra) + (row * width + unit));
+  const u8* extra = at.extra + (u32)row * at.extra_pitch;
+  if constexpr (F::Bits::EXTRA == 4) words[4] = __ldg(reinterpret_cast<const u32*>(extra));
   if constexpr (F::Bits::EXTRA == 8) {
-    const uint2 e = __ldg(reinterpret_cast<const uint2*>(extra) + (row * width + unit));
+    const uint2 e = __ldg(reinterpret_cast<const uint2*>(extra));
     words[4] = e.x, words[5] = e.y;
   }
 }
@@ -304,13 +320,12 @@ M40_INLINE u32 load_bits(const u8* of_four_rows, int row) {
 template <class F, class Sink>
 M40_INLINE void decode_unit(const Group<F>& w, int row, int unit, Sink sink) {
   typedef typename F::Bits Bits;
-  const int width = w.chunk_units(unit);
-  const u8* chunk = w.chunk(unit);
+  const UnitPlace<F> place(w, unit);
   const u32 raw = load_bits<F::Scale::RAW>(w.scales(unit), row), super = load_bits<F::Scale::SUPER>(w.supers(unit), row);
   static_for<0, Bits::STEPS>([&](auto s) {
     constexpr int S = decltype(s)::value, PIECES = 8 / Bits::STEPS;
     u32 words[Bits::WORDS];
-    load_words<F, S>(chunk, width, row, unit & 31, words);
+    load_words<F, S>(place, row, words);
     static_for<S * PIECES, (S + 1) * PIECES>([&](auto p) {
       constexpr int P = decltype(p)::value;
       u32 m[4];

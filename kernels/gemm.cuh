@@ -35,12 +35,11 @@ struct UnitWords {
   // Only the half's own steps, where it has any; `row` is the row of the group.
   template <int H>
   M40_INLINE void load(const Group<F>& w, int row, int unit) {
-    const int width = w.chunk_units(unit);
-    const u8* chunk = w.chunk(unit);
+    const UnitPlace<F> place(w, unit);
     constexpr int FROM = Bits::STEPS == 1 ? 0 : H * Bits::STEPS / 2, TO = Bits::STEPS == 1 ? 1 - H : (H + 1) * Bits::STEPS / 2;
     static_for<FROM, TO>([&](auto s) {
       constexpr int S = decltype(s)::value;
-      load_words<F, S>(chunk, width, row, unit & 31, words[S]);
+      load_words<F, S>(place, row, words[S]);
     });
     if (H == 0) {
       raw = load_bits<F::Scale::RAW>(w.scales(unit), row);
@@ -151,7 +150,7 @@ M40_INLINE void gemm(const u8* base, float* y, const float* bias, const float* x
 
 // gemm_<name> for a matrix of the given format.
 #define M40_GEMM(NAME, FORMAT)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(128, 4) gemm_##NAME(                                                     \
+  extern "C" __global__ void __launch_bounds__(128, 3) gemm_##NAME(                                                     \
       const unsigned char* __restrict__ w, float* y, const float* __restrict__ bias, const float* __restrict__ x, int n, \
       int rows, int columns, int mode) {                                                                                \
     gemm<FORMAT>(w, y, bias, x, n, rows, columns, mode);                                                                \

@@ -24,50 +24,88 @@ struct Scaling {
   static constexpr int X = EARLY ? 0 : X_EXPONENT, WEIGHT = EARLY ? X_EXPONENT : 0;
 };
 
+// The same value, but the compiler does not know: what is computed from it is computed again, instead of being kept in
+// registers while weights are multiplied.
+M40_INLINE int again(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 template <int BATCH>
 struct Staged {
   // Chunks of 1024 columns that are in shared memory at once: 17 KB for one row, 34 KB for more.
   static constexpr int CHUNKS = BATCH == 1 ? 4 : 8 / BATCH;
   float4 x[CHUNKS][BATCH][8 * PIECE_PITCH];
   float sums[CHUNKS][BATCH][2 * 32];  // of a unit, or of its halves
+  float gate[PROJECT_THREADS];        // each thread's own: a register less while the second matrix is multiplied
 };
 
-// Columns [32 * first_unit, ...) of x rows [row, row + BATCH) into shared memory; zeros beyond x. One pass of the block
+// Columns [32 * first_unit, ...) of the x rows of batch blockIdx.y into shared memory; zeros beyond x. One pass of the block
 // per chunk and row: thread = (unit, piece).
 template <class F, int BATCH>
 M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int columns, int first_unit, int chunks) {
   typedef typename F::Bits Bits;
   const int unit = threadIdx.x >> 3, piece = threadIdx.x & 7;
+  if (BATCH == 1) {
+    rows = 1;
+  } else {
+    const int first_row = again(blockIdx.y) * BATCH;
+    rows -= first_row;
+    x += (size_t)first_row * columns;
+  }
   constexpr int HALVES = F::Scale::HALVES;
   float place[4];
 #pragma unroll
   for (int c = 0; c < 4; c++) place[c] = F::FLOATING ? 1.f : power_of_two(Scaling<F, BATCH>::X - Bits::offset(piece, c));
   // The accumulators start at -BIAS * sum; where there is a minimum, it is multiplied by the sum.
   constexpr float sum_factor = F::Scale::MINIMUM ? 1.f : -(float)F::BIAS;
-#pragma unroll 1
-  for (int i = 0; i < chunks * BATCH; i++) {
-    const int chunk = i / BATCH, b = i % BATCH;
-    const int k = (first_unit + chunk * 32 + unit) * 32 + piece * 4;
-    const float* from = x + (size_t)b * columns + k;
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (b < rows) {
-      if (k + 3 < columns && (columns & 3) == 0) {
-        v = __ldg(reinterpret_cast<const float4*>(from));
+  const int k = (first_unit + unit) * 32 + piece * 4;
+  const bool whole = !F::FLOATING || (columns & 3) == 0;  // otherwise rows are not aligned to 16 bytes
+  constexpr int AT_ONCE = BATCH < 4 ? BATCH : 4;  // rows: their loads are under way together
+#pragma unroll(BATCH == 1 ? 4 : 1)
+  for (int i = 0; i < chunks * (BATCH / AT_ONCE); i++) {
+    const int chunk = i / (BATCH / AT_ONCE), first = i % (BATCH / AT_ONCE) * AT_ONCE;
+    const float* from = x + (size_t)first * columns + k + chunk * 1024;
+    const int left = columns - (k + chunk * 1024);
+    float4 v[AT_ONCE];
+    float sums[AT_ONCE];
+#pragma unroll
+    for (int b = 0; b < AT_ONCE; b++, from += columns) {
+      v[b] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (first + b >= rows) continue;
+      if (whole) {
+        if (left > 0) v[b] = __ldg(reinterpret_cast<const float4*>(from));
       } else {
-        if (k < columns) v.x = from[0];
-        if (k + 1 < columns) v.y = from[1];
-        if (k + 2 < columns) v.z = from[2];
-        if (k + 3 < columns) v.w = from[3];
+        if (left > 0) v[b].x = from[0];
+        if (left > 1) v[b].y = from[1];
+        if (left > 2) v[b].z = from[2];
+        if (left > 3) v[b].w = from[3];
       }
     }
-    shared.x[chunk][b][piece * PIECE_PITCH + unit] = make_float4(v.x * place[0], v.y * place[1], v.z * place[2], v.w * place[3]);
+#pragma unroll
+    for (int b = 0; b < AT_ONCE; b++) {
+      sums[b] = (v[b].x + v[b].y) + (v[b].z + v[b].w);
+      shared.x[chunk][first + b][piece * PIECE_PITCH + unit] =
+          make_float4(v[b].x * place[0], v[b].y * place[1], v[b].z * place[2], v[b].w * place[3]);
+    }
     if constexpr (!F::FLOATING) {
-      float sum = (v.x + v.y) + (v.z + v.w);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if constexpr (HALVES == 1) sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-      if ((piece & (HALVES == 1 ? 7 : 3)) == 0) {
-        shared.sums[chunk][b][(HALVES == 1 ? 0 : piece >> 2) * 32 + unit] = sum * (sum_factor * power_of_two(-RESULT_EXPONENT));
+      // Over the lanes of a unit (or half): while a lane still has several rows, it gives half of them away.
+      constexpr int LANES = 8 / HALVES;
+      int row = first;
+#pragma unroll
+      for (int mask = LANES / 2, count = AT_ONCE; mask > 0; mask >>= 1, count = (count + 1) / 2) {
+        const bool upper = piece & mask;
+#pragma unroll
+        for (int j = 0; j < (count + 1) / 2; j++) {
+          const float sent = count == 1 || upper ? sums[j] : sums[j + count / 2];
+          const float kept = count == 1 || !upper ? sums[j] : sums[j + count / 2];
+          sums[j] = kept + __shfl_xor_sync(0xffffffffu, sent, mask);
+        }
+        if (count > 1 && upper) row += count / 2;
+      }
+      if ((piece & (LANES / AT_ONCE - 1)) == 0) {
+        shared.sums[chunk][row][(HALVES == 1 ? 0 : piece >> 2) * 32 + unit] =
+            sums[0] * (sum_factor * power_of_two(-RESULT_EXPONENT));
       }
     }
   }
@@ -93,6 +131,14 @@ struct FourRows {
   }
 };
 
+// sum += x · weights. An FMA that keeps subnormals: the weights may be some.
+M40_INLINE void add_piece(const float4& x, const float (&weights)[4], float& sum) {
+  sum = weight_fma(x.x, weights[0], sum);
+  sum = weight_fma(x.y, weights[1], sum);
+  sum = weight_fma(x.z, weights[2], sum);
+  sum = weight_fma(x.w, weights[3], sum);
+}
+
 // acc[4 * b + r] += this lane's share of row r of the group times row b of x, over the staged units [begin, end).
 template <class F, int BATCH>
 M40_INLINE void accumulate(const Group<F>& w, int begin, int end, const Staged<BATCH>& shared, float (&acc)[4 * BATCH]) {
@@ -102,78 +148,82 @@ M40_INLINE void accumulate(const Group<F>& w, int begin, int end, const Staged<B
   // Low and high nibbles of a word are pieces P and P + 4: neighbours in this order, unless halves are scaled apart.
   constexpr bool EARLY = Scaling<F, BATCH>::EARLY;
   constexpr bool PAIRED = Bits::BITS == 4 && Scale::HALVES == 1;
+  // Where ptxas would run out of registers for four rows of x, the sums are scaled and cleared in the middle of the unit, too.
+  constexpr bool EASED = BATCH == 4 && Scale::MINIMUM && Scale::HALVES == 1;
   const int lane = threadIdx.x & 31;
+  const float4* x = shared.x[0][0] + lane;
+  const float* sums = shared.sums[0][0] + lane;
 #pragma unroll 1
-  for (int unit = begin + lane; unit < end; unit += 32) {
-    const int width = w.chunk_units(unit), local = (unit - begin) >> 5;
-    const u8* chunk = w.chunk(unit);
-    const float4* x = shared.x[local][0] + lane;
-    const float* sums = shared.sums[local][0] + lane;
+  for (int unit = begin + lane; unit < end; unit += 32, x += BATCH * 8 * PIECE_PITCH, sums += BATCH * 2 * 32) {
+    const UnitPlace<F> place(w, unit);
     const FourRows<Scale::RAW> raw(w.scales(unit));
     const FourRows<Scale::SUPER> super(w.supers(unit));
-    float part[4 * BATCH], early[4];
+    float part[4 * BATCH], scales[4];
     static_for<0, Bits::STEPS>([&](auto s) {
       constexpr int S = decltype(s)::value;
       u32 words[4][Bits::WORDS];
 #pragma unroll
-      for (int r = 0; r < 4; r++) load_words<F, S>(chunk, width, r, lane, words[r]);
+      for (int r = 0; r < 4; r++) load_words<F, S>(place, r, words[r]);
       static_for<0, PIECES>([&](auto i) {
-        constexpr int I = decltype(i)::value, P = PAIRED ? (I >> 1) + 4 * (I & 1) : S * PIECES + I;
+        constexpr int I = decltype(i)::value, P = S * PIECES + I;
         constexpr int HALF = Scale::HALVES == 2 ? P >> 2 : 0;
-        constexpr bool FIRST = I + S == 0 || (Scale::HALVES == 2 && P == 4);
-        constexpr bool LAST = I + S * PIECES == 7 || (Scale::HALVES == 2 && P == 3);
-        if constexpr (FIRST && EARLY) {
+        constexpr bool FIRST = P == 0 || (Scale::HALVES == 2 && P == 4);
+        constexpr bool LAST = P == 7 || ((Scale::HALVES == 2 || EASED) && P == 3);
+        if constexpr (EASED && P == 4) {
+#pragma unroll
+          for (int i = 0; i < 4 * BATCH; i++) part[i] = 0.f;
+        }
+        if constexpr (FIRST && !F::FLOATING) {
           static_for<0, 4>([&](auto r) {
             constexpr int R = decltype(r)::value;
             const Affine a = Scale::affine(raw.template row<R>(), super.template row<R>(), HALF);
-            early[R] = a.scale * power_of_two(Scaling<F, BATCH>::WEIGHT);
+            scales[R] = a.scale * power_of_two(Scaling<F, BATCH>::WEIGHT);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
-              acc[4 * b + R] = fmaf(Scale::MINIMUM ? a.minimum : a.scale, sums[b * 64 + HALF * 32], acc[4 * b + R]);
+              const float sum = sums[b * 64 + HALF * 32];
+              if constexpr (EARLY || Scale::MINIMUM) {
+                acc[4 * b + R] = fmaf(Scale::MINIMUM ? a.minimum : a.scale, sum, acc[4 * b + R]);
+              }
+              if constexpr (!EARLY) part[4 * b + R] = Scale::MINIMUM ? 0.f : sum;
             }
           });
-        } else if constexpr (FIRST && !F::FLOATING) {
-#pragma unroll
-          for (int b = 0; b < BATCH; b++) {
-            const float start = Scale::MINIMUM ? 0.f : sums[b * 64 + HALF * 32];
-#pragma unroll
-            for (int r = 0; r < 4; r++) part[4 * b + r] = start;
-          }
         }
-        float weights[4][4];
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
+        const auto x_of = [&](int b) { return x[(b * 8 + P) * PIECE_PITCH]; };
+        const auto weights_of = [&](int r, float(&weights)[4]) {
           u32 m[4];
           Bits::template piece<P>(words[r], m);
 #pragma unroll
           for (int c = 0; c < 4; c++) {
-            weights[r][c] = F::FLOATING ? as_float(m[c]) : weight_factor(m[c]);
-            if constexpr (EARLY) weights[r][c] = weight_fma(early[r], weights[r][c], 0.f);
+            weights[c] = F::FLOATING ? as_float(m[c]) : weight_factor(m[c]);
+            if constexpr (EARLY) weights[c] = weight_fma(scales[r], weights[c], 0.f);
           }
-        }
+        };
+        // Whichever is fewer stays in registers: the weights of four rows, or x of all rows of the batch.
+        if constexpr (BATCH > 4) {
+          float weights[4][4];
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          const float4 v4 = x[(b * 8 + P) * PIECE_PITCH];
-          const float v[4] = {v4.x, v4.y, v4.z, v4.w};
+          for (int r = 0; r < 4; r++) weights_of(r, weights[r]);
+#pragma unroll
+          for (int b = 0; b < BATCH; b++) {
+            const float4 v = x_of(b);
+#pragma unroll
+            for (int r = 0; r < 4; r++) add_piece(v, weights[r], acc[4 * b + r]);
+          }
+        } else {
+          float4 v[BATCH];
+#pragma unroll
+          for (int b = 0; b < BATCH; b++) v[b] = x_of(b);
 #pragma unroll
           for (int r = 0; r < 4; r++) {
+            float weights[4];
+            weights_of(r, weights);
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-              if constexpr (F::FLOATING || EARLY) acc[4 * b + r] = fmaf(v[c], weights[r][c], acc[4 * b + r]);
-              else part[4 * b + r] = weight_fma(v[c], weights[r][c], part[4 * b + r]);
-            }
+            for (int b = 0; b < BATCH; b++) add_piece(v[b], weights, F::FLOATING ? acc[4 * b + r] : part[4 * b + r]);
           }
         }
         if constexpr (LAST && !F::FLOATING && !EARLY) {
-          static_for<0, 4>([&](auto r) {
-            constexpr int R = decltype(r)::value;
-            const Affine a = Scale::affine(raw.template row<R>(), super.template row<R>(), HALF);
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) {
-              if constexpr (Scale::MINIMUM) acc[4 * b + R] = fmaf(a.minimum, sums[b * 64 + HALF * 32], acc[4 * b + R]);
-              acc[4 * b + R] = fmaf(a.scale, part[4 * b + R], acc[4 * b + R]);
-            }
-          });
+          for (int i = 0; i < 4 * BATCH; i++) acc[i] = fmaf(scales[i & 3], part[i], acc[i]);
         }
       });
     });
@@ -203,8 +253,9 @@ M40_INLINE float scattered_sum(float (&v)[COUNT]) {
 // This lane's dot product: of weight row 4 * group + (index & 3) with x row index >> 2, index = lane / (32 / (4 * BATCH)).
 // `staged`: shared memory already holds all of x for this format.
 template <class F, int BATCH>
-M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const float* x, int rows, int columns, int group, bool staged) {
+M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const float* x, int rows, int columns, int group, int staged) {
   const Group<F> w(base, group, columns);
+  const bool inside = 4 * group < n;
   float acc[4 * BATCH];
 #pragma unroll
   for (int i = 0; i < 4 * BATCH; i++) acc[i] = 0.f;
@@ -216,7 +267,7 @@ M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const float* 
       stage<F, BATCH>(shared, x, rows, columns, begin, (end - begin + 31) >> 5);
       __syncthreads();
     }
-    if (4 * group < n) accumulate<F, BATCH>(w, begin, end, shared, acc);
+    if (inside) accumulate<F, BATCH>(w, begin, end, shared, acc);
   }
   const float sum = scattered_sum<4 * BATCH>(acc);
   return F::FLOATING ? sum : sum * power_of_two(RESULT_EXPONENT);
@@ -224,7 +275,7 @@ M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const float* 
 
 // dot() of the format whose number is `type`; with one format there is nothing to ask.
 template <int BATCH, class F, class... Others>
-M40_INLINE float dot_of_type(int type, Staged<BATCH>& shared, const u8* base, int n, const float* x, int rows, int columns, int group, bool staged) {
+M40_INLINE float dot_of_type(int type, Staged<BATCH>& shared, const u8* base, int n, const float* x, int rows, int columns, int group, int staged) {
   if constexpr (sizeof...(Others) == 0) {
     return dot<F, BATCH>(shared, base, n, x, rows, columns, group, staged);
   } else {
@@ -233,50 +284,60 @@ M40_INLINE float dot_of_type(int type, Staged<BATCH>& shared, const u8* base, in
   }
 }
 
-M40_INLINE int project_blocks(int n) { return (n + 4 * PROJECT_WARPS - 1) / (4 * PROJECT_WARPS); }
+M40_INLINE int project_blocks(int n) { return (n + 31) >> 5; }  // of 8 warps with 4 rows each
+
+// Which of the launch's matrices a block works on, and which group of its rows a warp.
+struct Job {
+  int matrix, group;
+
+  M40_INLINE Job(int block, int warp, int n0, int n1, int mode) {
+    const int blocks0 = project_blocks(n0), blocks1 = project_blocks(n1);
+    matrix = mode == PROJECT_SWIGLU || block < blocks0 ? 0 : block < blocks0 + blocks1 ? 1 : 2;
+    group = (block - (matrix == 0 ? 0 : matrix == 1 ? blocks0 : blocks0 + blocks1)) * PROJECT_WARPS + warp;
+  }
+};
+
+template <class T>
+M40_INLINE T pick(int matrix, T a, T b, T c) {
+  return matrix == 0 ? a : matrix == 1 ? b : c;
+}
 
 template <int BATCH, class... Formats>
 M40_INLINE void project(
     const u8* w0, const u8* w1, const u8* w2, float* y0, float* y1, float* y2, const float* bias0, const float* bias1,
     const float* bias2, int n0, int n1, int n2, int type0, int type1, int type2, const float* x, int rows, int columns, int mode) {
   __shared__ Staged<BATCH> shared;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int first_row = blockIdx.y * BATCH;
-  x += (size_t)first_row * columns;
-  rows = min(rows - first_row, BATCH);
-
-  int block = blockIdx.x, type = type0, n = n0;
-  const u8* w = w0;
-  float* y = y0;
-  const float* bias = bias0;
-  if (mode != PROJECT_SWIGLU) {
-    if (block >= project_blocks(n)) {
-      block -= project_blocks(n);
-      w = w1, y = y1, bias = bias1, n = n1, type = type1;
-      if (block >= project_blocks(n)) {
-        block -= project_blocks(n);
-        w = w2, y = y2, bias = bias2, n = n2, type = type2;
-      }
+  float value;
+  {
+    const Job job(blockIdx.x, threadIdx.x >> 5, n0, n1, mode);
+    const u8* w = pick(job.matrix, w0, w1, w2);
+    const int n = pick(job.matrix, n0, n1, n2);
+    int type = pick(job.matrix, type0, type1, type2), staged = 0;
+    // One body for gate and up: a loop keeps the code, and the registers, of the unpacking single.
+#pragma unroll 1
+    for (int more = mode == PROJECT_SWIGLU;; more = 0) {
+      value = dot_of_type<BATCH, Formats...>(
+          type, shared, w, n, x, rows, columns, job.group, staged);
+      if (!more) break;
+      shared.gate[threadIdx.x] = value;
+      w = w1;
+      staged = BATCH <= 4 && type == type1 && columns <= 1024 * Staged<BATCH>::CHUNKS;
+      type = type1;
     }
   }
-  const int group = block * PROJECT_WARPS + warp;
-  // One body for gate and up: a loop keeps the code, and the registers, of the unpacking single.
-  float value = 0.f, gate = 0.f;
-#pragma unroll 1
-  for (int pass = 0; pass < (mode == PROJECT_SWIGLU ? 2 : 1); pass++) {
-    const bool staged = pass == 1 && type0 == type1 && columns <= 1024 * Staged<BATCH>::CHUNKS;
-    gate = value;
-    value = dot_of_type<BATCH, Formats...>(pass ? type1 : type, shared, pass ? w1 : w, n, x, rows, columns, group, staged);
-  }
 
+  const int thread = again(threadIdx.x), lane = thread & 31;
+  const Job job(again(blockIdx.x), thread >> 5, n0, n1, mode);
   constexpr int LANES = 32 / (4 * BATCH);  // that hold the same value
-  const int index = lane / LANES, b = index >> 2, row = group * 4 + (index & 3);
-  if (lane % LANES != 0 || row >= n || b >= rows) return;
+  const int n = pick(job.matrix, n0, n1, n2), row = job.group * 4 + (lane / LANES & 3);
+  const int t = (BATCH == 1 ? 0 : blockIdx.y * BATCH) + lane / (4 * LANES);
+  if (lane % LANES != 0 || row >= n || t >= rows) return;
+  const float* bias = pick(job.matrix, bias0, bias1, bias2);
+  float* out = pick(job.matrix, y0, y1, y2) + (size_t)t * n + row;
   if (bias) value += bias[row];
-  float* out = y + (size_t)(first_row + b) * n + row;
   if (mode == PROJECT_ADD) value += *out;
   if (mode == PROJECT_GATE) value *= silu(*out);
-  if (mode == PROJECT_SWIGLU) value *= silu(gate);
+  if (mode == PROJECT_SWIGLU) value *= silu(shared.gate[thread]);
   *out = value;
 }
 
@@ -290,8 +351,9 @@ M40_INLINE void project(
                                 columns, mode);                                                                        \
   }
 
-// project_<name>_r1, _r4, _r8 for matrices of the given formats.
-#define M40_PROJECT(NAME, ...)                    \
-  M40_PROJECT_KERNEL(NAME, 1, 3, __VA_ARGS__)     \
-  M40_PROJECT_KERNEL(NAME, 4, 2, __VA_ARGS__)     \
-  M40_PROJECT_KERNEL(NAME, 8, 2, __VA_ARGS__)
+// project_<name>_r1, _r4, _r8 for matrices of the given formats. BLOCKS: blocks of 256 threads that an SM of Maxwell must
+// be able to hold: 2 where ptxas manages with 128 registers, 1 where it would spill.
+#define M40_PROJECT(NAME, BLOCKS1, BLOCKS4, BLOCKS8, ...) \
+  M40_PROJECT_KERNEL(NAME, 1, BLOCKS1, __VA_ARGS__)       \
+  M40_PROJECT_KERNEL(NAME, 4, BLOCKS4, __VA_ARGS__)       \
+  M40_PROJECT_KERNEL(NAME, 8, BLOCKS8, __VA_ARGS__)

@@ -199,9 +199,9 @@ def _fields(packed: U8, group: int, bits: int) -> NDArray[Any]:
 
 
 def _nibble_bytes(weights: NDArray[Any]) -> NDArray[Any]:
-    """(n, 32·m) 4-bit weights → (n·m, 16): byte j holds weights j and j + 16."""
-    halves = weights.reshape(-1, 2, 16)
-    return halves[:, 0] | halves[:, 1] << 4
+    """(n, 32·m) 4-bit weights → (n·m, 16): see Bits4."""
+    pieces = weights.reshape(-1, 4, 2, 4)
+    return (pieces[:, :, 0] | pieces[:, :, 1] << 4).reshape(-1, 16)
 
 
 def _placed(weights: NDArray[Any], at: tuple[int, ...], bits: int) -> U32:
@@ -253,11 +253,11 @@ def _q8_0(blocks: U8, rows: int) -> Units:
 
 
 def _q4_0(blocks: U8, rows: int) -> Units:
-    return _units(rows, blocks[:, 2:], blocks[:, :2])
+    return _units(rows, _nibble_bytes(_fields(blocks[:, 2:], 16, 4)), blocks[:, :2])
 
 
 def _q4_1(blocks: U8, rows: int) -> Units:
-    return _units(rows, blocks[:, 4:], blocks[:, :4])
+    return _units(rows, _nibble_bytes(_fields(blocks[:, 4:], 16, 4)), blocks[:, :4])
 
 
 def _fifth_bits(blocks: U8, byte: int) -> NDArray[Any]:

@@ -19,7 +19,11 @@ _MATRICES = 3  # of one launch
 GEMM_FROM_ROWS = 33
 
 # Formats that one kernel handles together: what a K-quant file mixes within one layer. Other mixtures take a launch per type.
-MIXED: dict[frozenset[str], str] = {}
+MIXED: dict[frozenset[str], str] = {
+    frozenset(("q4_k", "q6_k")): "q4_k_q6_k",  # Q4_K_M
+    frozenset(("q5_k", "q6_k")): "q5_k_q6_k",  # Q5_K_M
+    frozenset(("q5_0", "q8_0")): "q5_0_q8_0",  # both of them where the width is no multiple of 256
+}
 
 
 _Job = tuple[CudaMatrix, Argument, Argument]  # matrix, out, bias
