@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -26,6 +26,7 @@ class Metrics:
     def __init__(self, snapshot: Snapshot) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(snapshot))
+        ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_cpu_seconds_total, … (Linux)
         r = self._registry
         self._requests = Counter("m40llm_requests", "Generations that ended.", ["finish_reason"], registry=r)
         self._responses = Counter("m40llm_http_responses", "HTTP responses.", ["method", "status"], registry=r)
