@@ -195,32 +195,62 @@ def test_what_cannot_be_is_a_400_with_the_reason(
     assert "\n" not in error["message"]
 
 
+@pytest.fixture(scope="module")
+def qwen(qwen_path: Path) -> Iterator[openai.OpenAI]:
+    with serving(qwen_path, "--slots", "1", "--ctx-per-slot", "2048") as server, new_client(server) as client:
+        yield client
+
+
+# Without the second sentence this small model calls again when it has the result.
+HINT = "You are a helpful assistant. Use a function when you need it; once you have its result, answer the user in a sentence."
+QWEN_ASK: Any = [{"role": "system", "content": HINT}, *ASK]
+
+
 @pytest.mark.models
-class TestQwen:
-    @pytest.fixture(scope="class")
-    def qwen(self, qwen_path: Path) -> Iterator[openai.OpenAI]:
-        with serving(qwen_path, "--slots", "1", "--ctx-per-slot", "2048") as server, new_client(server) as client:
-            yield client
+def test_qwen_calls_a_tool_in_a_stream_and_answers_its_result(qwen: openai.OpenAI) -> None:
+    content, calls, reasons = streamed(qwen, messages=QWEN_ASK, tools=TOOLS, temperature=0, max_tokens=128)
+    (call,) = calls
+    assert (content, reasons) == ("", ["tool_calls"])
+    assert call["name"] == "get_weather"
+    assert json.loads(call["arguments"]) == {"city": "Paris", "unit": "celsius"}
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    messages = [
+        *QWEN_ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": call["id"], "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call["id"], "content": '{"temperature": 31, "sky": "thunderstorm"}'},
+    ]
+    reply = qwen.chat.completions.create(model="x", messages=messages, tools=TOOLS, temperature=0, max_tokens=64)  # type: ignore[call-overload]
+    assert reply.choices[0].finish_reason == "stop"
+    assert "31" in (reply.choices[0].message.content or "")
 
-    def test_a_tool_is_called_in_a_stream_and_its_result_answered(self, qwen: openai.OpenAI) -> None:
-        content, calls, reasons = streamed(qwen, messages=ASK, tools=TOOLS, temperature=0, max_tokens=128)
-        (call,) = calls
-        assert (content, reasons) == ("", ["tool_calls"])
-        assert call["name"] == "get_weather"
-        assert json.loads(call["arguments"]) == {"city": "Paris", "unit": "celsius"}
-        function = {"name": call["name"], "arguments": call["arguments"]}
-        messages = [
-            *ASK,
-            {"role": "assistant", "content": None, "tool_calls": [{"id": call["id"], "type": "function", "function": function}]},
-            {"role": "tool", "tool_call_id": call["id"], "content": '{"temperature": 31, "sky": "thunderstorm"}'},
-        ]  # fmt: skip
-        reply = qwen.chat.completions.create(model="x", messages=messages, tools=TOOLS, temperature=0, max_tokens=64)
-        assert reply.choices[0].finish_reason == "stop"
-        assert "31" in (reply.choices[0].message.content or "")
 
-    def test_the_same_call_without_a_stream(self, qwen: openai.OpenAI) -> None:
-        reply = qwen.chat.completions.create(model="x", messages=ASK, tools=TOOLS, temperature=0, max_tokens=128)
-        assert reply.choices[0].finish_reason == "tool_calls"
-        assert reply.choices[0].message.tool_calls is not None
-        (call,) = reply.choices[0].message.tool_calls
-        assert json.loads(call.function.arguments) == {"city": "Paris", "unit": "celsius"}  # type: ignore[union-attr]
+@pytest.mark.models
+def test_qwen_calls_the_same_without_a_stream(qwen: openai.OpenAI) -> None:
+    reply = qwen.chat.completions.create(model="x", messages=QWEN_ASK, tools=TOOLS, temperature=0, max_tokens=128)
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert reply.choices[0].message.tool_calls is not None
+    (call,) = reply.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris", "unit": "celsius"}  # type: ignore[union-attr]
+
+
+@pytest.mark.models
+def test_qwen_is_held_to_its_own_markup_for_a_strict_tool(qwen: openai.OpenAI) -> None:
+    strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    for choice in ("auto", "required"):
+        content, calls, reasons = streamed(
+            qwen,
+            messages=QWEN_ASK,
+            tools=strict,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=128,
+        )
+        assert reasons == ["tool_calls" if calls else "stop"]
+        assert calls or (content and choice == "auto")
+        for call in calls:
+            jsonschema.validate(json.loads(call["arguments"]), WEATHER)

@@ -14,7 +14,7 @@ from m40llm.server.tools import CallDelta, ContentDelta, Tool, ToolCallParser, T
 from m40llm.server.tools.body import Status
 from m40llm.server.tools.json_stream import JsonValue
 
-HERMES = ToolForm("hermes", ("<tool_call>",))
+HERMES = ToolForm("hermes", ("<tool_call>", "```json"), "{")
 XML = ToolForm("qwen_xml", ("<tool_call>", "<function="))
 LLAMA = ToolForm("llama3", ("<|python_tag|>",), "{", {"<|python_tag|>": 7})
 MISTRAL = ToolForm("mistral", ("[TOOL_CALLS]",), control={"[TOOL_CALLS]": 5})
@@ -96,6 +96,10 @@ GOOD: list[tuple[ToolForm, str, Parsed]] = [
     (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("now", '{"a": 1}')])),
     (HERMES, '<tool_call>\n{"name": "now", "arguments": {}}', ("", [("now", "{}")])),  # the end came before the tag
     (HERMES, 'a <tool_call>{"name": "now"}</tool_call> b', ("a b", [("now", "{}")])),
+    (HERMES, '```json\n{"name": "now", "arguments": {}}\n```', ("", [("now", "{}")])),
+    (HERMES, 'So:\n```json\n{"name": "now", "arguments": {}}\n```\n', ("So:", [("now", "{}")])),
+    (HERMES, '<tool_call>{{"name": "now", "arguments": {"a": {}}}}</tool_call>', ("", [("now", '{"a": {}}')])),
+    (HERMES, '{"name": "now", "arguments": {}}', ("", [("now", "{}")])),
     (LLAMA, '{"name": "get_weather", "parameters": {"days": 1}}', ("", [("get_weather", '{"days": 1}')])),
     (LLAMA, '\n{"type": "function", "function": "now", "parameters": {}}; {"name": "now"}', ("", [("now", "{}")] * 2)),
     (LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}', ("", [("now", "{}")])),
@@ -156,6 +160,10 @@ BAD: list[tuple[ToolForm, str]] = [
     (HERMES, '<tool_call>{"name": "now", "arguments": {"a": '),
     (HERMES, '<tool_call>{"name": "now"} and so on</tool_call>'),
     (HERMES, "<tool_call"),
+    (HERMES, '```json\n{"name": "Ada", "age": 36}\n```\nand ```js'),
+    (HERMES, '{"name": "now", "age": 36}'),
+    (HERMES, '{{"name": "now", "arguments": {}}'),
+    (HERMES, '{{{"name": "now", "arguments": {}}}}'),
     (HERMES, "a < b, <tool_ca, <tool_call>"),
     (HERMES, " spaces around \n"),
     (HERMES, "\n"),
@@ -188,6 +196,14 @@ def test_markup_that_is_no_call_is_content_to_the_last_character(form: ToolForm,
 def test_control_tokens_never_become_content(form: ToolForm, text: str, content: str) -> None:
     for pieces in cuts(text):
         assert parse(form, pieces, eager=True) == (content, [])
+
+
+def test_a_limit_ends_the_search() -> None:
+    call = '<tool_call>{"name": "now"}</tool_call>'
+    parser = ToolCallParser(HERMES, TOOLS, eager=False, limit=1)
+    deltas = parser.push(call + call) + parser.finish()
+    assert parser.complete == 1
+    assert deltas[-1] == ContentDelta(call)
 
 
 def test_a_good_call_after_a_bad_one_counts() -> None:

@@ -78,7 +78,9 @@ class AnswerPlan:
             splitter = ReasoningSplitter(self.markup.reasoning, inside=self.stage == "inside")
         calls = None
         if self.tools.parsed:
-            calls = ToolCallParser(self.markup.tools, self.tools.allowed, eager=self.eager)
+            form = self.markup.tools.exact if self.tools.strict else self.markup.tools
+            limit = None if self.tools.parallel else 1
+            calls = ToolCallParser(form, self.tools.allowed, eager=self.eager, limit=limit)
         return PlainOutput() if splitter is None and calls is None else MarkupOutput(splitter, calls)
 
 

@@ -35,6 +35,13 @@ class ToolForm:
     named: bool = False  # Mistral's newer form
 
     @property
+    def exact(self) -> ToolForm:
+        """This form without the ways of writing a call that the template does not teach."""
+        if self.name in ("hermes", "generic"):
+            return replace(self, markers=(hermes.OPENING,), start="")
+        return self
+
+    @property
     def written(self) -> frozenset[int]:
         """Control tokens that the detokenizer must write out for the parser."""
         return frozenset(self.control.values())
@@ -45,11 +52,11 @@ class ToolForm:
             return None
         if self.name == "mistral":
             return mistral.MistralBody(tools)
-        if self.name == "llama3":
+        if self.name == "llama3" or marker == llama3.BRACE:
             return llama3.Llama3Body(tools)
         if self.name == "qwen_xml":
             return qwen_xml.QwenXmlBody(tools, in_function=marker == qwen_xml.FUNCTION)
-        return hermes.HermesBody(tools)
+        return hermes.HermesBody(tools, hermes.FENCE_END if marker == hermes.FENCE else hermes.CLOSING)
 
     def grammar(self, tools: Mapping[str, Tool], *, several: bool) -> str:
         """Lark rules that start at `calls`: the model's markup around arguments that satisfy each tool's schema.
@@ -115,13 +122,15 @@ def tool_form(source: str | None, tokenizer: Tokenizer) -> ToolForm:
     if qwen_xml.FUNCTION in source and qwen_xml.OPENING in source:
         markers = (qwen_xml.OPENING, qwen_xml.FUNCTION)
         return ToolForm("qwen_xml", markers, control=_control(markers, tokenizer))
+    loose = (hermes.OPENING, hermes.FENCE)
+    control = _control((hermes.OPENING, hermes.CLOSING), tokenizer)
     if hermes.OPENING in source and "arguments" in source:
-        return ToolForm("hermes", (hermes.OPENING,), control=_control((hermes.OPENING, hermes.CLOSING), tokenizer))
+        return ToolForm("hermes", loose, llama3.BRACE, control=control)
     plain = source.replace("\\", "").replace("'", '"')
     if llama3.PYTHON_TAG in source or ("ipython" in source and '"parameters"' in plain):
         markers = (llama3.PYTHON_TAG,)
         return ToolForm("llama3", markers, llama3.BRACE, control=_control(markers, tokenizer))
-    return ToolForm("generic", (hermes.OPENING,), control=_control((hermes.OPENING, hermes.CLOSING), tokenizer))
+    return ToolForm("generic", loose, llama3.BRACE, control=control)
 
 
 def _control(texts: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:

@@ -9,15 +9,17 @@ from m40llm.server.tools.json_stream import JsonCall
 from m40llm.server.tools.spec import Tool, json_call_rule
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+FENCE, FENCE_END = "```json", "```"  # what Qwen2.5-Coder writes, whatever its template asks for
 
 
 class HermesBody:
-    """What stands between the tags. The closing tag may be missing where the text ends."""
+    """What stands between the tags, or in a fence. The closing one may be missing where the text ends."""
 
-    def __init__(self, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, tools: Mapping[str, Tool], closing: str = CLOSING) -> None:
         self.pieces: list[Piece] = []
         self._call = JsonCall(tools)
         self._call.pieces = self.pieces
+        self._end = closing
         self._closing: Literal | None = None
 
     def step(self, character: str) -> Status:
@@ -25,7 +27,7 @@ class HermesBody:
             status = self._call.step(character)
             if status is Status.DONE:
                 self.pieces.pop()  # it ends with the tag
-                self._closing = Literal(CLOSING)
+                self._closing = Literal(self._end)
                 return Status.OPEN
             return status
         status = self._closing.step(character)

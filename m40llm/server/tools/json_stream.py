@@ -111,7 +111,8 @@ class JsonCall:
     """`{"name": …, "arguments": {…}}`, the object of one call; keys in any order, `parameters` and `function` as synonyms.
 
     The name's piece appears once the call is certain: a name that `names` knows and arguments that begin as an object. From
-    there on the arguments are passed on as the model writes them.
+    there on the arguments are passed on as the model writes them. The object may stand in a second pair of braces: Qwen2.5's
+    template shows it so by mistake, and models repeat it.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -125,6 +126,7 @@ class JsonCall:
         self._name: str | None = None
         self._arguments: str | None = None  # kept until the name is known
         self._started = False
+        self._doubled = False
 
     def step(self, character: str) -> Status:
         return self._next(character)
@@ -137,6 +139,9 @@ class JsonCall:
 
     def _before_key(self, character: str) -> Status:
         if character in _SPACES:
+            return Status.OPEN
+        if character == "{" and not self._doubled and not self._seen:
+            self._doubled = True
             return Status.OPEN
         self._value, self._raw, self._next = JsonValue(), "", self._in_key
         return self._in_key(character) if character == '"' else Status.FAILED
@@ -211,6 +216,9 @@ class JsonCall:
             return Status.OPEN
         if character != "}" or self._name is None:
             return Status.FAILED
+        if self._doubled:
+            self._doubled = False
+            return Status.OPEN
         if not self._started:
             self._start()
             self.pieces.append(Piece(arguments=self._arguments or "{}"))

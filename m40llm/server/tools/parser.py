@@ -43,12 +43,14 @@ class ToolCallParser:
     Args:
         form: the markup of the model's template.
         tools: what may be called, by name; a call of anything else is content.
+        limit: calls after which markup is content.
     """
 
-    def __init__(self, form: ToolForm, tools: Mapping[str, Tool], *, eager: bool) -> None:
+    def __init__(self, form: ToolForm, tools: Mapping[str, Tool], *, eager: bool, limit: int | None = None) -> None:
         self._form = form
         self._tools = tools
         self._eager = eager
+        self._limit = limit
         self._pending = ""  # not looked at yet
         self._gap = ""  # white space: content if content follows, nothing if a call does
         self._raw = ""  # markup that is not a call yet
@@ -107,6 +109,8 @@ class ToolCallParser:
 
     def _find(self) -> tuple[int, str]:
         best, found = len(self._pending), ""
+        if self.complete == self._limit:
+            return best, found
         start = self._form.start
         if start and not self._said and not self._started:
             text = self._pending.lstrip()
