@@ -35,7 +35,7 @@ class EngineCache:
 
     Args:
         cache: None: only what lies in the slots themselves is reused.
-        wake: called from other threads when a block has come from disk.
+        wake: keeps the engine from sleeping; called from other threads when a block has come from disk.
     """
 
     def __init__(self, cache: PrefixCache | None, session: DecodeSession, wake: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ class CacheTraffic:
     saved during the run; at its end only few are left, and they are saved while the slot lies free.
 
     Args:
-        wake: called from other threads when a block has come from disk.
+        wake: makes the owner call `advance` soon; called from other threads when a block has come from disk.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class CacheTraffic:
         if load is None:
             return False
         self._loads[slot] = _Loading(load, arrived)
+        self._wake()  # `advance` has work, and the engine may be about to sleep for want of a step
         return True
 
     def save(self, slot: int, tokens: Sequence[int], computed: int) -> None:
