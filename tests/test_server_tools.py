@@ -195,6 +195,74 @@ def test_what_cannot_be_is_a_400_with_the_reason(
     assert "\n" not in error["message"]
 
 
+# A thinking model with XML calls, as far as the server can tell.
+THINKING = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if tools %}<tool_call><function={{ tools[0].function.name }}><parameter=key></tool_call>
+{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if thinking is defined and not thinking %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def thinker(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    template.write_text(THINKING)
+    options = ("--slots", "1", "--ctx-per-slot", "1024", "--chat-template-file", str(template))
+    with serving(smollm2_path, *options) as server, new_client(server) as client:
+        yield client
+
+
+def thought_and_said(client: openai.OpenAI, **options: Any) -> tuple[str, Any]:
+    """(reasoning, message) of an answer."""
+    reply = client.chat.completions.create(model="x", temperature=0, max_tokens=160, **options)
+    message = reply.choices[0].message
+    return (message.model_extra or {}).get("reasoning_content", ""), message
+
+
+def test_reasoning_stops_at_its_budget_and_the_answer_keeps_its_schema(thinker: openai.OpenAI) -> None:
+    budget = {"thinking_budget": 6}
+    thought, message = thought_and_said(thinker, messages=FILM, response_format=FORMAT, extra_body=budget)
+    assert 0 < len(thought.split()) <= 6
+    jsonschema.validate(json.loads(message.content), SHAPE)
+
+
+def test_reasoning_streams_apart(thinker: openai.OpenAI) -> None:
+    thought, message = thought_and_said(thinker, messages=ASK, extra_body={"thinking_budget": 4})
+    reasoning = content = ""
+    chunks = thinker.chat.completions.create(
+        model="x", messages=ASK, temperature=0, max_tokens=160, stream=True, extra_body={"thinking_budget": 4}
+    )
+    for chunk in chunks:
+        for choice in chunk.choices:
+            reasoning += (choice.delta.model_extra or {}).get("reasoning_content") or ""
+            content += choice.delta.content or ""
+    assert (reasoning, content) == (thought, message.content)
+    assert reasoning
+    assert "think>" not in reasoning + content
+
+
+def test_no_reasoning_where_the_prompt_rules_it_out(thinker: openai.OpenAI) -> None:
+    body = {"chat_template_kwargs": {"thinking": False}, "thinking_budget": 4}
+    thought, message = thought_and_said(thinker, messages=FILM, response_format=FORMAT, extra_body=body)
+    assert thought == ""
+    jsonschema.validate(json.loads(message.content), SHAPE)
+
+
+def test_a_forced_call_comes_behind_the_reasoning(thinker: openai.OpenAI) -> None:
+    thought, message = thought_and_said(
+        thinker, messages=ASK, tools=TOOLS, tool_choice=NAMED, extra_body={"reasoning_budget": 5}
+    )
+    assert thought
+    assert message.content is None
+    (call,) = message.tool_calls
+    assert set(json.loads(call.function.arguments)) == {"city", "unit"}
+
+
 @pytest.fixture(scope="module")
 def qwen(qwen_path: Path) -> Iterator[openai.OpenAI]:
     with serving(qwen_path, "--slots", "1", "--ctx-per-slot", "2048") as server, new_client(server) as client:
