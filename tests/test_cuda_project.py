@@ -78,7 +78,7 @@ def test_one_launch_serves_q_k_and_v(device, rows):
 
 
 @pytest.mark.parametrize(
-    "kinds", [*(tuple(pair) + (max(pair),) for pair in MIXTURES), ("Q4_0", "F16", "Q3_K")], ids="-".join
+    "kinds", [*((*tuple(pair), max(pair)) for pair in MIXTURES), ("Q4_0", "F16", "Q3_K")], ids="-".join
 )
 def test_matrices_of_different_types(device, kinds):
     mixed = frozenset(k.lower() for k in kinds) in MIXED
