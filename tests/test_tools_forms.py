@@ -40,6 +40,11 @@ TEMPLATES = {
 }
 
 
+def test_a_form_that_is_not_known_is_described_in_words(tokenizer: Tokenizer) -> None:
+    glm = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key></tool_call>{{ tc.arguments.items() }}"
+    assert tool_form(glm, tokenizer).name == "generic"
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_template_decides_the_form(tokenizer: Tokenizer, name: str) -> None:
     form = tool_form(TEMPLATES[name], tokenizer)

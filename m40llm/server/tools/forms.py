@@ -124,9 +124,9 @@ def tool_form(source: str | None, tokenizer: Tokenizer) -> ToolForm:
         return ToolForm("qwen_xml", markers, control=_control(markers, tokenizer))
     loose = (hermes.OPENING, hermes.FENCE)
     control = _control((hermes.OPENING, hermes.CLOSING), tokenizer)
-    if hermes.OPENING in source and "arguments" in source:
-        return ToolForm("hermes", loose, llama3.BRACE, control=control)
     plain = source.replace("\\", "").replace("'", '"')
+    if hermes.OPENING in source and '"name"' in plain and "arguments" in source:
+        return ToolForm("hermes", loose, llama3.BRACE, control=control)
     if llama3.PYTHON_TAG in source or ("ipython" in source and '"parameters"' in plain):
         markers = (llama3.PYTHON_TAG,)
         return ToolForm("llama3", markers, llama3.BRACE, control=_control(markers, tokenizer))

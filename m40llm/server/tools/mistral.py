@@ -89,4 +89,4 @@ def rest_rule(tools: list[Tool], control: Mapping[str, int], *, named: bool, sev
         return f"rest: {' | '.join(calls)}\n"
     objects = " | ".join(json_call_rule(tool, "arguments") for tool in tools)
     more = ' (", " object)*' if several else ""
-    return f'rest: "[" object{more} "]"\nobject: {objects}\n'
+    return f'rest: " "? "[" object{more} "]"\nobject: {objects}\n'
