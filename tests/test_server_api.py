@@ -154,6 +154,7 @@ CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
         (GENERATE, {"prompt": "a", "priority": "urgent"}, "priority"),
         (GENERATE, {"prompt": "", "prompt_format": "raw"}, "the prompt is empty"),
         (GENERATE, {"prompt": "a b " * 1000}, "tokens.* context .*1024"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "at least 12[0-9]{3} tokens.*context"),
         (GENERATE, {"prompt": "a", "max_tokens": 1020}, r"max_tokens \(1020\) exceed the context of 1024"),
         (GENERATE, {"prompt": "a", "max_tokens": 3, "n_predict": 4}, "contradict each other"),
         (GENERATE, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),

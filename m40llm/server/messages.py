@@ -7,6 +7,7 @@ from typing import Any
 
 from m40llm.model import Model
 from m40llm.server.errors import ApiError
+from m40llm.server.limits import PromptLimit
 from m40llm.server.tools import ToolForm
 from m40llm.text import rendered_ids
 
@@ -82,6 +83,11 @@ def render(
     return model.chat_template.render(prepared, tools=shown, add_generation_prompt=add_generation_prompt, **extra)
 
 
-def chat_ids(model: Model, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-    """Token ids of the rendered prompt; options and errors as `render`."""
-    return rendered_ids(model.tokenizer, render(model, messages, **options))
+def chat_ids(
+    model: Model, messages: Sequence[Mapping[str, Any]], *, limit: PromptLimit | None = None, **options: Any
+) -> list[int]:
+    """Token ids of the rendered prompt; options and errors as `render`, and RequestError for what is over `limit`."""
+    rendered = render(model, messages, **options)
+    if limit is not None:
+        limit.check(rendered)
+    return rendered_ids(model.tokenizer, rendered)

@@ -19,6 +19,7 @@ from m40llm.server import jobs, logs
 from m40llm.server.answers import ModelMarkup
 from m40llm.server.errors import ApiError
 from m40llm.server.jobs import Group, Job, Notifier
+from m40llm.server.limits import PromptLimit
 from m40llm.server.metrics import Metrics
 from m40llm.server.settings import ServerOptions
 from m40llm.server.sse import EventStream
@@ -34,6 +35,7 @@ class ServerState:
     options: ServerOptions
     metrics: Metrics = field(init=False)
     notifier: Notifier = field(init=False)
+    limit: PromptLimit = field(init=False)  # there when the engine is
     engine: Engine | None = None
     load_error: BaseException | None = None
     draining: bool = False
