@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hub_server import FileServer, Resource
-from tiny_gguf import build_tiny_gguf
 
 from m40llm.cli.app import COMMANDS, run
 from m40llm.gguf import GGUFFile
+from tests.hub_server import FileServer, Resource
+from tests.tiny_gguf import build_tiny_gguf
 
 Captured = pytest.CaptureFixture[str]
 
@@ -30,7 +30,7 @@ def empty_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-def failed(capsys: Captured, *argv: str, code: int = 1) -> str:
+def failed(capsys: Captured, *argv: str, code: int = 2) -> str:
     """Runs a command that must fail with `code`, nothing on stdout and one `error:` line on stderr; returns that line."""
     assert run(argv) == code
     out, err = capsys.readouterr()
@@ -124,7 +124,7 @@ def test_an_internal_error_is_one_line_and_debug_shows_the_traceback(
     from m40llm.cli import models
 
     monkeypatch.setattr(models.command, "callback", broken)
-    assert "internal error: ZeroDivisionError: oh no" in failed(capsys, "models")
+    assert "internal error: ZeroDivisionError: oh no" in failed(capsys, "models", code=1)
     monkeypatch.setenv("M40LLM_DEBUG", "1")
     assert run(["models"]) == 1
     assert "Traceback" in capsys.readouterr().err

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_gguf import build_tiny_gguf
 
 from m40llm.cli.app import run
 from m40llm.cli.lines import read_objects
 from m40llm.cli.perplexity import perplexity
 from m40llm.gguf import GGUFFile
 from m40llm.text import Tokenizer
+from tests.tiny_gguf import build_tiny_gguf
 
 Captured = pytest.CaptureFixture[str]
 COMMAND = [sys.executable, "-c", "from m40llm.cli import main; main()"]
@@ -47,7 +47,7 @@ def run_lines(capsys: Captured, *argv: str) -> list[Any]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def failed(capsys: Captured, *argv: str, code: int = 1) -> str:
+def failed(capsys: Captured, *argv: str, code: int = 2) -> str:
     assert run(argv) == code
     out, err = capsys.readouterr()
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -95,7 +95,7 @@ def test_generate_reads_stdin(tiny: str, capsys: Captured) -> None:
     )
     assert json.loads(done.stdout)["token_ids"] == given["token_ids"]
     done = subprocess.run([*COMMAND, "generate", tiny, "-"], input=b"\xff\xfe", capture_output=True, timeout=120)
-    assert (done.returncode, done.stdout) == (1, b"")
+    assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.startswith(b"error: the input is not UTF-8")
 
 

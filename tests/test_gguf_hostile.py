@@ -9,12 +9,12 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf_bytes as gb
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tests.gguf_bytes as gb
 from m40llm.gguf import GGUFError, GGUFFile, TensorType, ValueType
 
 V, T = ValueType, TensorType

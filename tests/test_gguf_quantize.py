@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
-import gguf_bytes as gb
 import numpy as np
 import pytest
-from tiny_gguf import build_tiny_gguf
 
+import tests.gguf_bytes as gb
 from m40llm.gguf import BLOCKS, GGUFError, GGUFFile, TensorType, UnsupportedTypeError, ValueType
 from m40llm.gguf.quantize import quantize_file
+from tests.tiny_gguf import build_tiny_gguf
 
 TARGETS = {"q8_0": (TensorType.Q8_0, 7), "q4_0": (TensorType.Q4_0, 2), "f16": (TensorType.F16, 1)}
 MIXED = {

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 import gguf
-import gguf_bytes as gb
 import numpy as np
 import pytest
-from tiny_gguf import build_tiny_gguf
 
+import tests.gguf_bytes as gb
 from m40llm.gguf import GGUFError, GGUFFile, TensorType, UnsupportedTypeError, ValueType
+from tests.tiny_gguf import build_tiny_gguf
 
 V = ValueType
 

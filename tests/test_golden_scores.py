@@ -13,8 +13,9 @@ from m40llm.model import Model
 from m40llm.scoring import score
 from tests.conftest import DATA
 
-# (KV type, bits of activations): mean and max. K and V in FP16 move the oracle's own log-probabilities by 0.001-0.002 on average and 0.013 at most; with KV in FP32
-# everything else has to be right to 0.002. The last row measures what 16-bit activations alone cost (0.0005 and 0.003).
+# (KV type, bits of activations): mean and max. K and V in FP16 move the oracle's own log-probabilities by 0.001-0.002 on
+# average and 0.013 at most; with KV in FP32 everything else has to be right to 0.002. The last row measures what 16-bit
+# activations alone cost (0.0005 and 0.003).
 BOUNDS = {("f16", None): (0.003, 0.03), ("f32", None): (0.0001, 0.002), ("f32", 16): (0.001, 0.005)}
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import FileServer, Resource
 
 from m40llm.hub import HubError, HubSettings, Progress, RegistryModel, WheelPart, fetch, local_path, registry
 from m40llm.hub.transfer import HttpClient
+from tests.hub_server import FileServer, Resource
 
 MEMBERS = [random.Random(n).randbytes(300_000 + n) for n in range(3)]
 MODEL_BYTES = b"".join(MEMBERS)

@@ -1,4 +1,4 @@
-"""Every failure as one line on stderr and an exit code: 1 failed, 2 wrong usage, 130 interrupted."""
+"""Every failure as one line on stderr and an exit code: 1 failed, 2 wrong usage or input, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import traceback
 import click
 
 
-class CliError(Exception):
-    """A failure of a command itself; the message is one line that names problem and remedy."""
+class CliError(ValueError):
+    """Input that a command cannot use; the message is one line that names problem and remedy."""
 
 
 class InterruptedByUserError(Exception):
@@ -33,9 +33,16 @@ def report(err: Exception, *, debug: bool) -> int:
     if isinstance(err, OSError):
         _discard_stdout(flush=True)
     print(f"error: {one_line(_message(err))}", file=sys.stderr)
+    return 2 if _is_wrong_input(err) else 1
+
+
+def _is_wrong_input(err: Exception) -> bool:
+    """Whether trying again as it was cannot help: the file, the prompt, an option or the chosen device is wrong."""
     from m40llm.device.errors import DeviceUnavailable  # not at the top: no command needs it until something fails
 
-    return 2 if isinstance(err, DeviceUnavailable) else 1  # a device that is not there was the wrong flag
+    # throughout the package, exceptions that are about what was given derive from ValueError
+    ours = type(err).__module__.partition(".")[0] == "m40llm" and isinstance(err, ValueError)
+    return ours or isinstance(err, (DeviceUnavailable, UnicodeDecodeError, FileNotFoundError, IsADirectoryError))
 
 
 def _report_usage(err: click.UsageError) -> int:

@@ -7,7 +7,7 @@ import os
 _QUOTE_LIMIT = 80
 
 
-class GGUFError(Exception):
+class GGUFError(ValueError):
     """A GGUF file that cannot be used, or a request that the file cannot satisfy.
 
     The message is one line: ``PATH: PROBLEM. REMEDY``.

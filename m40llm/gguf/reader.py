@@ -48,6 +48,8 @@ def _open_regular(path: str) -> int:
         if status.st_size == 0:
             raise GGUFError(path, "the file is empty", "Download it again")
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except GGUFError:
+        raise
     except FileNotFoundError as error:
         raise GGUFError(path, "there is no such file", "Check the path") from error
     except PermissionError as error:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from m40llm.hub.errors import HubError
+from m40llm.hub.errors import HubError, SpecError
 from m40llm.hub.package_index import find_wheel
 from m40llm.hub.registry import RegistryModel, registry
 from m40llm.hub.settings import HubSettings
@@ -54,16 +54,16 @@ class HfFile:
 
 
 def parse_spec(spec: str, models: Mapping[str, RegistryModel] | None = None) -> RegistryModel | HfFile:
-    """What `spec` names. Raises HubError for an unknown alias or a malformed `hf:` spec."""
+    """What `spec` names. Raises SpecError for an unknown alias or a malformed `hf:` spec."""
     models = registry() if models is None else models
     if spec in models:
         return models[spec]
     if not spec.startswith("hf:"):
-        raise HubError(f"unknown model {spec!r}: use {', '.join(models)}, or hf:OWNER/REPO/FILE.gguf")
+        raise SpecError(f"unknown model {spec!r}: use {', '.join(models)}, or hf:OWNER/REPO/FILE.gguf")
     parts = spec[3:].split("/")
     # every part becomes a folder name, so nothing like '..' may pass
     if len(parts) < 3 or not all(_HF_NAME.fullmatch(part) for part in parts):
-        raise HubError(f"bad spec {spec!r}: write hf:OWNER/REPO/FILE.gguf")
+        raise SpecError(f"bad spec {spec!r}: write hf:OWNER/REPO/FILE.gguf")
     return HfFile("/".join(parts[:2]), "/".join(parts[2:]))
 
 
