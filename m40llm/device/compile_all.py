@@ -87,6 +87,7 @@ def _compiler(arch: str, cuda_major: int | None) -> nvrtc.Nvrtc:
 def compile_all(
     archs: Sequence[str],
     *,
+    modules: Sequence[str] | None = None,
     cuda_major: int | None = None,
     cache_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -94,6 +95,7 @@ def compile_all(
     """Every kernel of every module for every architecture, sorted; NVRTC runs on all cores.
 
     Args:
+        modules: only these (None: all).
         cuda_major: of the NVRTC to use (None: the newest installed one that targets the architecture).
         progress: called with (modules done, modules in all).
 
@@ -103,7 +105,7 @@ def compile_all(
     """
     for arch in archs:
         _compiler(arch, cuda_major)  # refuses what it cannot do before anything is built
-    jobs = [(module, arch) for arch in archs for module in kernel_modules()]
+    jobs = [(module, arch) for arch in archs for module in modules or kernel_modules()]
     kernels: list[BuiltKernel] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(compile_module, m, a, cuda_major=cuda_major, cache_dir=cache_dir) for m, a in jobs]
