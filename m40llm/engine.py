@@ -24,6 +24,7 @@ from m40llm.request import (
     RequestError,
     checked_cache_id,
     checked_max_tokens,
+    warm_request,
 )
 from m40llm.sampling import token_logprobs
 from m40llm.scheduler import Priority, ScheduledStep, Scheduler, Sequence
@@ -217,16 +218,8 @@ class Engine:
         priority: Priority = "interactive",
         on_event: Callable[[], None] | None = None,
     ) -> Generation:
-        """Brings a prefix into the cache under a name that keeps it there; its one sampled token means nothing.
-
-        Raises:
-            RequestError: there is no cache.
-            CacheError: the tokens would shrink or replace a live entry, or do not fit beside the live ones.
-            And what `submit` raises.
-        """
-        if self.cache is not None:
-            self.cache.check_warm(cache_id, token_ids)
-        request = Request(token_ids, SamplingParams(max_tokens=1, temperature=0.0), cache_id=cache_id)
+        """Brings a prefix into the cache under a name that keeps it there. Raises as `warm_request` and `submit` do."""
+        request = warm_request(token_ids, cache_id, self.cache, self.model.config.vocab_size, self.context)
         return self.submit_all([request], priority=priority, on_events=on_event and [on_event], stream=False)[0]
 
     def check_room(self, count: int = 1) -> None:
@@ -274,6 +267,8 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             kv_bytes=layout.nbytes,
             kv_bytes_per_token=layout.bytes_per_token,
+            cache_ram_bytes=0 if self.cache is None else self.cache.ram_bytes,
+            cache_disk_bytes=0 if self.cache is None else self.cache.disk_bytes,
         )
 
     def stop_admitting(self) -> None:

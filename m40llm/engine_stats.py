@@ -40,12 +40,14 @@ class EngineStats:
     steps: int
     step_seconds: float
     prompt_tokens: int  # computed, without the reused ones
-    cached_tokens: int  # prompt tokens that were already in a slot
+    cached_tokens: int  # prompt tokens that were already in a slot or the cache
     generated_tokens: int
     failed_steps: int
     preemptions: int  # background requests that gave up their slot
     kv_bytes: int  # allocated
     kv_bytes_per_token: int
+    cache_ram_bytes: int = 0
+    cache_disk_bytes: int = 0
 
     @property
     def active(self) -> int:

@@ -81,3 +81,20 @@ def checked_cache_id(request: Request, cache: PrefixCache | None) -> str | None:
     except CacheError as error:
         raise RequestError(str(error)) from None
     return request.cache_id
+
+
+def warm_request(
+    token_ids: Sequence[int], cache_id: str, cache: PrefixCache | None, vocab_size: int, context: int
+) -> Request:
+    """The request that brings a prefix into the cache; its one sampled token means nothing.
+
+    Raises:
+        RequestError: it cannot run, there is no cache, or the name is not one.
+        CacheError: the tokens would shrink or replace a live entry, or do not fit beside the live ones.
+    """
+    request = Request(token_ids, SamplingParams(max_tokens=1, temperature=0.0), cache_id=cache_id)
+    checked_max_tokens(request, vocab_size, context)
+    checked_cache_id(request, cache)
+    assert cache is not None
+    cache.check_warm(cache_id, token_ids)
+    return request

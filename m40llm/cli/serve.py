@@ -30,7 +30,8 @@ Examples:
   curl http://127.0.0.1:8080/generate -d '{"prompt": "What is the capital of France?", "max_tokens": 20}'
 
 Routes: POST /generate, the OpenAI API under /v1 (chat/completions, completions, models), /health, /metrics, /props,
-/slots, /tokenize, /detokenize, /apply-template; docs/server.md describes them. SIGTERM finishes what runs, then exits 0.""",
+/slots, /tokenize, /detokenize, /apply-template, /v1/cache/*, /admin/flush; docs/server.md describes them.
+SIGTERM finishes what runs, then exits 0.""",
 )
 @click.argument("model", metavar="[MODEL]", required=False)
 @_option("--model", "-m", "model_option", metavar="MODEL", help="The model, as MODEL.")
@@ -52,6 +53,13 @@ Routes: POST /generate, the OpenAI API under /v1 (chat/completions, completions,
 @_option(
     "--max-queue", type=int, default=64, show_default=True, help="Requests that may wait for a slot; more get 429."
 )
+@_option(
+    "--cache-ram-mb", type=int, default=256, show_default=True, help="RAM for KV of past prompts, in MiB; 0: none."
+)
+@_option(
+    "--cache-disk-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for it, kept over restarts."
+)
+@_option("--cache-disk-mb", type=int, default=4096, show_default=True, help="Largest size of that folder, in MiB.")
 @_option("--max-body-mb", type=float, default=8.0, show_default=True, help="Largest request body.")
 @_option(
     "--idle-timeout", type=float, default=60.0, show_default=True, help="Seconds until an unread stream is given up."
@@ -84,9 +92,11 @@ def command(model: str | None, model_option: str | None, **flags: Any) -> None:
 
     slots = flags.pop("slots")
     template = _template(flags.pop("chat_template"), flags.pop("chat_template_file"))
-    runtime = replace(runtime_from(flags), chat_template=template)
+    runtime = runtime_from(flags)
     path = resolve_model(spec)
     try:
+        cache = {name: flags[name] for name in ("cache_ram_mb", "cache_disk_dir", "cache_disk_mb")}
+        runtime = replace(runtime, chat_template=template, **cache)
         options = ServerOptions(
             model_path=path,
             runtime=runtime,

@@ -8,13 +8,16 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from m40llm.engine import Engine
+from m40llm.engine import Engine, EngineClosed
 from m40llm.server import chat, completions, generate, logs, middleware, native
+from m40llm.server.cache_routes import add_cache_routes
 from m40llm.server.chat_page import add_chat_page
 from m40llm.server.jobs import Notifier
+from m40llm.server.limits import PromptLimit
 from m40llm.server.settings import ServerOptions
 from m40llm.server.slots import default_slots
 from m40llm.server.state import STATE, ServerState
+from m40llm.weights import LoadProgress
 
 _REAP_SECONDS = 1.0
 
@@ -52,6 +55,7 @@ def add_routes(app: web.Application) -> None:
             web.post("/apply-template", native.apply_template),
         ]
     )
+    add_cache_routes(app)
     add_chat_page(app)
 
 
@@ -74,13 +78,26 @@ def _load(state: ServerState) -> Engine:
     slots = options.slots or default_slots(options.model_path, options.runtime)
     runtime = replace(options.runtime, slots=slots, max_queue=options.max_queue, idle_timeout_s=options.idle_timeout)
     logs.event("loading", model=options.model_path, slots=slots)
-    return Engine.load(
+    engine = Engine.load(
         options.model_path,
         runtime,
         on_compile=_say_once("compiling kernels for this machine (once, some seconds; cached afterwards)"),
         on_step=state.metrics.step,
         warm_up=options.warm_up,
+        progress=_stop_when_asked(state),
     )
+    state.limit = PromptLimit(engine.model.tokenizer, engine.context)
+    return engine
+
+
+def _stop_when_asked(state: ServerState) -> LoadProgress:
+    """A thread cannot be ended from outside; it can ask, while it reads gigabytes, whether anybody still wants them."""
+
+    def progress(done: int, total: int) -> None:
+        if state.draining:
+            raise EngineClosed("stopped while loading")
+
+    return progress
 
 
 def _say_once(message: str) -> Callable[[str], None]:
@@ -98,7 +115,8 @@ def _say_once(message: str) -> Callable[[str], None]:
 def _loaded(state: ServerState, task: asyncio.Task[Engine]) -> None:
     error = task.exception()
     if error is not None:
-        state.load_error = error
+        if not isinstance(error, EngineClosed):
+            state.load_error = error
         state.stop.set()
         return
     state.engine = engine = task.result()

@@ -37,6 +37,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         messages.chat_ids,
         engine.model,
         body.messages,
+        limit=state.limit,
         form=state.markup.tools,
         tools=plan.tools.offered,
         add_generation_prompt=body.add_generation_prompt,
@@ -46,7 +47,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     requests = [plan.request(ids, params) for params in choices_of(params, body.choices)]
     reply = _Reply(state, engine, body, plan)
     with state.running(
-        requests, request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)
+        body.named(requests), request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)
     ) as group:
         if body.stream:
             return await reply.stream(request, group)

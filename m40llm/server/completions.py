@@ -15,6 +15,7 @@ from m40llm.server.answers import schema_grammar
 from m40llm.server.chat import choices_of
 from m40llm.server.errors import ApiError, api_error
 from m40llm.server.jobs import Group, Job
+from m40llm.server.limits import PromptLimit
 from m40llm.server.schema import CompletionBody, read_body
 from m40llm.server.state import ServerState, open_stream, state_of
 from m40llm.text import Tokenizer
@@ -34,7 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if len(prompts) * body.choices > _MAX_SEQUENCES:
         raise ApiError(400, f"prompts times n are more than {_MAX_SEQUENCES}; send less at once", param="prompt")
     engine.check_room(len(prompts) * body.choices)
-    encoded = await state.off_loop(request.content_length or 0, _encoded, tokenizer, prompts)
+    encoded = await state.off_loop(request.content_length or 0, _encoded, tokenizer, state.limit, prompts)
     grammar = await state.off_loop(
         0, schema_grammar, state.markup.grammars, body.response_format, slow=bool(body.response_format)
     )
@@ -45,7 +46,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     ]
     reply = _Reply(state, engine, body, _echoes(tokenizer, prompts, body))
     with state.running(
-        requests, request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)
+        body.named(requests), request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)
     ) as group:
         if body.stream:
             return await reply.stream(request, group)
@@ -62,7 +63,10 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     return [given] if isinstance(given[0], int) else list(given)
 
 
-def _encoded(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+def _encoded(tokenizer: Tokenizer, limit: PromptLimit, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            limit.check(prompt)
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

@@ -12,6 +12,7 @@ from m40llm.model import Model
 from m40llm.server import messages, replies
 from m40llm.server.errors import api_error
 from m40llm.server.jobs import Group
+from m40llm.server.limits import PromptLimit
 from m40llm.server.schema import GenerateBody, read_body
 from m40llm.server.state import ServerState, open_stream, state_of
 
@@ -25,10 +26,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, GenerateBody)
     params = body.sampling()
     engine.check_room()
-    ids = await state.off_loop(len(body.prompt), _ids, engine.model, body)
+    ids = await state.off_loop(len(body.prompt), _ids, engine.model, state.limit, body)
     request_id = replies.new_id("gen")
     with state.running(
-        [Request(ids, params)],
+        body.named([Request(ids, params)]),
         request_id=request_id,
         route=ROUTE,
         priority=body.priority,
@@ -40,8 +41,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
         return web.json_response({"output": result.text, **_rest(state, result, request_id)})
 
 
-def _ids(model: Model, body: GenerateBody) -> list[int]:
+def _ids(model: Model, limit: PromptLimit, body: GenerateBody) -> list[int]:
     """As `m40llm generate`: through the model's template if it has one, unless the prompt is to stay as it is."""
+    limit.check(body.prompt)
     if body.prompt_format == "raw" or model.chat_template is None:
         return model.tokenizer.encode(body.prompt)
     return messages.chat_ids(model, [{"role": "user", "content": body.prompt}])

@@ -32,7 +32,9 @@ class Metrics:
         self._responses = Counter("m40llm_http_responses", "HTTP responses.", ["method", "status"], registry=r)
         self._prompt_seconds = Counter("m40llm_prompt_seconds", "Seconds of prefill, over requests.", registry=r)
         self._decode_seconds = Counter("m40llm_generation_seconds", "Seconds of decode, over requests.", registry=r)
-        self._cache_hits = Counter("m40llm_cache_hits", "Requests whose prompt began in a slot already.", registry=r)
+        self._cache_hits = Counter(
+            "m40llm_cache_hits", "Requests whose prompt began in a slot or the cache.", registry=r
+        )
         self._ttft = self._histogram("m40llm_time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._gap = self._histogram("m40llm_inter_token_seconds", "From one token to the next.", _SECONDS)
         self._queued = self._histogram("m40llm_queue_seconds", "From arrival to the first step.", _SECONDS)
@@ -86,12 +88,14 @@ class _EngineCollector(Collector):
             ("m40llm_steps", "Steps run.", stats.steps),
             ("m40llm_steps_failed", "Steps that failed; their requests did too.", stats.failed_steps),
             ("m40llm_prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            ("m40llm_cached_prompt_tokens", "Prompt tokens taken from a slot.", stats.cached_tokens),
+            ("m40llm_cached_prompt_tokens", "Prompt tokens taken from a slot or the cache.", stats.cached_tokens),
             ("m40llm_generated_tokens", "Tokens generated.", stats.generated_tokens),
             ("m40llm_preemptions", "Background requests that gave up a slot.", stats.preemptions),
         ):
             yield CounterMetricFamily(name, text, float(total))
         kv = GaugeMetricFamily("m40llm_kv_bytes", "Bytes of KV cache that hold something.", labels=["tier"])
         kv.add_metric(["slots"], float(stats.kv_bytes_resident))
+        kv.add_metric(["ram"], float(stats.cache_ram_bytes))
+        kv.add_metric(["disk"], float(stats.cache_disk_bytes))
         yield kv
         yield GaugeMetricFamily("m40llm_kv_bytes_allocated", "Bytes of KV cache on the device.", float(stats.kv_bytes))

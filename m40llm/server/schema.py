@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 from aiohttp import web
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from m40llm.config import SamplingParams
+from m40llm.engine import Request
 from m40llm.server.errors import ApiError
 
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 32, 4096
@@ -106,6 +107,15 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     priority: Literal["interactive", "background"] | None = None
+    cache_id: str | None = None
+    prefix_cache_ids: list[str] | None = Field(None, max_length=64)
+
+    def named(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests with what the body says of cache entries. Raises ApiError when one name would be several answers'."""
+        if self.cache_id is not None and len(requests) > 1:
+            raise ApiError(400, "cache_id names one answer; ask for one, or leave it out", param="cache_id")
+        ids = tuple(self.prefix_cache_ids or ())
+        return [request._replace(cache_id=self.cache_id, prefix_cache_ids=ids) for request in requests]
 
     @field_validator("stop")
     @classmethod

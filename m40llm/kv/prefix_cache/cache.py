@@ -71,6 +71,16 @@ class PrefixCache:
             self._disk = DiskTier(disk_dir, disk_bytes, identity, self._pins, self._lock)
         self._counts: Counter[str] = Counter()
 
+    @property
+    def ram_bytes(self) -> int:
+        """In use."""
+        return self._ram.nbytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """In use."""
+        return 0 if self._disk is None else self._disk.index.nbytes
+
     # -- finding -----------------------------------------------------------------------------------
     def match(self, tokens: Sequence[int]) -> list[Piece]:
         """The longest cached prefix of `tokens`, block by block; of the last block maybe only its first tokens."""
