@@ -264,3 +264,46 @@ def test_a_mask_of_a_large_vocabulary_takes_less_than_a_millisecond(qwen_path: P
         constraint.accept(token)
     assert constraint.finished
     assert float(np.median(seconds)) < 1e-3
+
+
+# Keywords that are rarely used: each is either honoured or refused, never passed over.
+KEYWORDS: list[Any] = [
+    {"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}},
+    {"type": "object", "maxProperties": 1, "additionalProperties": {"type": "null"}},
+    {"type": "object", "patternProperties": {"^a": {"type": "integer", "minimum": 0, "maximum": 9}}},
+    {"type": "object", "propertyNames": {"pattern": "^[ab]$"}},
+    {"type": "object", "properties": {"a": {}}, "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "required": ["x"], "additionalProperties": {"type": "boolean"}},
+    {"type": "array", "contains": {"type": "null"}, "items": {"type": ["null", "boolean"]}, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": False, "minItems": 2},
+    {"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 99},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.25},
+    {"not": {"type": "string"}},
+    {"if": {"type": "null"}, "then": False},
+    {"oneOf": [{"type": "integer", "minimum": 1, "maximum": 5}, {"type": "integer", "minimum": 3, "maximum": 9}]},
+    {"oneOf": [{"const": 1}, {"const": "1"}]},
+    {"allOf": [{"type": "string", "minLength": 2}, {"maxLength": 4}]},
+    {"type": "string", "format": "ipv4"},
+    {"type": "string", "format": "no-such-format", "maxLength": 5},
+    {"type": "string", "pattern": "b+"},
+    {"type": "string", "minLength": 1, "maxLength": 3, "contentEncoding": "base64"},
+    {"const": {"a": [1, 2.5, None], "b": "é\n"}},
+    {"type": "object", "x-guidance": {"lenient": True}, "unevaluatedProperties": False},
+]
+
+
+@pytest.mark.parametrize("schema", KEYWORDS, ids=range(len(KEYWORDS)))
+def test_a_rare_keyword_is_honoured_or_refused(tokenizer: Tokenizer, schema: Any) -> None:
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    try:
+        grammar = compiler.compile_json(schema)
+    except GrammarError:
+        return
+    ended = 0
+    for seed in range(30):
+        sampler = Sampler(SamplingParams(temperature=0), [], tokenizer.vocab_size, grammar.start())
+        text, _, end = babble(tokenizer, sampler, seed)
+        if end:
+            jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+            ended += 1
+    assert ended
