@@ -78,7 +78,11 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
   constexpr int AHEAD = STEPS < DECODE_AHEAD ? STEPS : DECODE_AHEAD;
   constexpr int LANES_PER_HEAD = 32 / HB;  // in the softmax
   __shared__ float weights[DECODE_WARPS][DECODE_TILE * HB];  // scores, then exp2 of them: [key][head]
-  __shared__ float4 sums[DECODE_WARPS][HB * HD / 4];
+  // Sum `e` of a warp (of 8 * HB, head by head) for part p of the key: at e * SUM_PITCH + p, and SUM_GAP further on for every
+  // SHARE sums before it. So neither the lanes that write sum e of all parts and keys nor those that read all sums of a head
+  // meet in a bank.
+  constexpr int SHARE = HB * 8 / KEYS, SUM_PITCH = LANES + 4, SUM_GAP = (LANES + 31 * SHARE * SUM_PITCH) % 32;
+  __shared__ float4 sums[DECODE_WARPS][(HB * 8 * SUM_PITCH + KEYS * SUM_GAP) / 4];
   __shared__ float maxima[DECODE_WARPS][HB], totals[DECODE_WARPS][HB];
   static_assert(sizeof(float) * DECODE_SPLITS * HB <= sizeof sums, "factors[] is laid over sums[]");
 
@@ -193,14 +197,10 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
   }
 
   // Lanes of different keys hold sums of the same elements: each ends with a share of the heads' elements.
-  constexpr int SHARE = HB * 8 / KEYS;
   spread_sum<HB * 8, 16, LANES>(acc, lane);
-  float* my_sums = reinterpret_cast<float*>(sums[warp]);
+  float* my_sums = reinterpret_cast<float*>(sums[warp]) + key_in_step * (SHARE * SUM_PITCH + SUM_GAP) + part;
 #pragma unroll
-  for (int i = 0; i < SHARE; i++) {
-    const int element = key_in_step * SHARE + i;
-    my_sums[element / 8 * HD + part * 8 + element % 8] = acc[i];
-  }
+  for (int i = 0; i < SHARE; i++) my_sums[i * SUM_PITCH] = acc[i];
 #pragma unroll
   for (int offset = HB; offset < 32; offset <<= 1) total += __shfl_xor_sync(M40_EVERYONE, total, offset);
   if (lane < HB) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
 
   const int used = (length - first + share - 1) / share;
   for (int i = threadIdx.x; i < heads * HD; i += DECODE_THREADS) {
-    const int h = i / HD;
+    const int h = i / HD, e = h * 8 + i % 8, at = e * SUM_PITCH + e / SHARE * SUM_GAP + i % HD / 8;
     float top = maxima[0][h], all = 0.f, sum = 0.f;
 #pragma unroll
     for (int w = 1; w < DECODE_WARPS; w++) top = fmaxf(top, maxima[w][h]);
@@ -219,7 +219,7 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
     for (int w = 0; w < DECODE_WARPS; w++) {
       const float factor = exp2f(maxima[w][h] - top);
       all += totals[w][h] * factor;
-      sum += reinterpret_cast<const float*>(sums[w])[i] * factor;
+      sum += reinterpret_cast<const float*>(sums[w])[at] * factor;
     }
     if (used == 1) {
       out[((size_t)row * H + head) * HD + i] = sum / all;
