@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from m40llm.cli.app import run
 from tests.server_process import SERVE, Reply, ServerProcess, serving
 from tests.tiny_gguf import build_tiny_gguf
 
@@ -217,7 +218,7 @@ def test_sigterm_lets_a_request_end_and_takes_no_other(tiny: Path) -> None:
     process = ServerProcess(tiny, "--slots", "1", "--ctx-per-slot", "4096").wait_until_ready()
     with ThreadPoolExecutor() as pool, process.raw("/generate", {"prompt": "late"}) as late:
         late.recv(1)  # answered: the connection, closed by now, proves that requests were taken
-        running = pool.submit(process.post, "/generate", {**ENDLESS, "max_tokens": 1500})
+        running = pool.submit(process.post, "/generate", {**ENDLESS, "max_tokens": 600})
         process.wait_for(lambda: "decode" in process.slot_states())
         idle = socket.create_connection(("127.0.0.1", process.port))
         process.process.send_signal(signal.SIGTERM)
@@ -226,7 +227,7 @@ def test_sigterm_lets_a_request_end_and_takes_no_other(tiny: Path) -> None:
             idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 503 " in idle.recv(4096).splitlines()[0]
         reply = running.result(30)
-        assert (reply.status, reply.json["usage"]["completion_tokens"]) == (200, 1500)
+        assert (reply.status, reply.json["usage"]["completion_tokens"]) == (200, 600)
     assert process.stop() == 0
 
 
@@ -297,25 +298,43 @@ def test_the_server_ends_with_its_parent(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("{tiny}", "--port", "{taken}"), 1, "address already in use"),
-        (("{tiny}", "--ctx-per-slot", "99999"), 1, "over the model's context of 8192"),
         (("{tiny}", "--slots", "0"), 2, "--slots is 0"),
         (("{tiny}", "--port", "70000"), 2, "--port is 70000"),
         (("{tiny}", "-c", "100", "--ctx-per-slot", "50"), 2, "contradict each other"),
+        (("{tiny}", "--chat-template", "a", "--chat-template-file", "b"), 2, "give one"),
         (("{tiny}", "--api-key", ""), 2, "--api-key is empty"),
+        (("{tiny}", "--api-key-file", "/dev/null"), 2, "holds no key"),
         (("{tiny}", "-m", "other.gguf"), 2, "two models"),
         (("{tiny}", "--drain-seconds", "nan"), 2, "--drain-seconds is nan"),
         ((), 2, "name a model"),
-        (("/nowhere.gguf",), 1, "no such file"),
+        (("/nowhere.gguf",), 2, "no such file"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(tiny: Path, arguments: tuple[str, ...], code: int, words: str) -> None:
+def test_wrong_usage_is_one_line(
+    tiny: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    assert run(["serve", *(a.format(tiny=tiny) for a in arguments)]) == code
+    assert_one_error(capsys.readouterr().err, words)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "code", "words"),
+    [
+        ("--port", "{taken}", 1, "address already in use"),
+        ("--ctx-per-slot", "99999", 2, "over the model's context of 8192"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(tiny: Path, option: str, value: str, code: int, words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        filled = [a.format(tiny=tiny, taken=port) for a in arguments]
-        done = subprocess.run([*SERVE, *filled, "--device", "cpu"], capture_output=True, text=True, timeout=60)
+        value = value.format(taken=taken.getsockname()[1])
+        command = [*SERVE, str(tiny), "--device", "cpu", "--port", "0", option, value]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert_one_error(done.stderr, words)
+    assert "Traceback" not in done.stderr
+
+
+def assert_one_error(text: str, words: str) -> None:
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert words in errors[0]
-    assert "Traceback" not in done.stderr
