@@ -23,8 +23,8 @@ from m40llm.kv.prefix_cache.keys import BLOCK_TOKENS, TOKEN_BYTES, Key, block_ke
 # Keys, tokens and Python's own share of a block in RAM, so that many tiny blocks cannot slip under the budget.
 NODE_BYTES = 1024
 LIVE_SECONDS = 900.0
-# Blocks read ahead of the one that is waited for: enough to keep the disk busy, a few MB.
-_READ_AHEAD = 4
+# Blocks read ahead of the one that is waited for: more than are moved between two steps, so that the disk works during a step.
+_READ_AHEAD = 16
 _STRIDE = BLOCK_TOKENS * TOKEN_BYTES
 
 
