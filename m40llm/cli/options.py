@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -112,6 +112,9 @@ _SAMPLING = (
 )
 
 
+_ACTIVATION_BITS: dict[str | None, Literal[16, 32] | None] = {None: None, "16": 16, "32": 32}
+
+
 def runtime_options(command: _Command) -> _Command:
     """Adds the flags of `RuntimeOptions`; the command gets them as one dict, see `runtime_from`."""
     for option in reversed(_RUNTIME):
@@ -132,11 +135,9 @@ def runtime_from(flags: dict[str, Any]) -> RuntimeOptions:
 
     on_card = ("require_sm52", "decode_graph", "cache_experiment")
     names = ("threads", "ctx", "kv_dtype", "device", "cpu_isa", "token_budget", *on_card)
-    bits = flags.pop("activation_bits")
+    bits = _ACTIVATION_BITS[flags.pop("activation_bits")]
     try:
-        return RuntimeOptions(
-            **{name: flags.pop(name) for name in names}, activation_bits=None if bits is None else int(bits)
-        )
+        return RuntimeOptions(**{name: flags.pop(name) for name in names}, activation_bits=bits)
     except ConfigError as err:
         raise click.UsageError(str(err), click.get_current_context()) from err
 
