@@ -236,12 +236,10 @@ def markdown(rows: list[Metric], conditions: dict[str, Any]) -> str:
 
 
 def conditions(work: Workload, samples: dict[str, Samples], rounds: int, load_average: float) -> dict[str, Any]:
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
-        "commit": commit.stdout.strip() or "unknown",
-        "cpu": _cpu_model(),
+        "commit": commit(),
+        "cpu": cpu_model(),
         "threads": work.threads,
         "model": work.model.name,
         "versions": ", ".join([*(samples[name].version for name in ENGINES), f"Python {platform.python_version()}"]),
@@ -250,7 +248,14 @@ def conditions(work: Workload, samples: dict[str, Samples], rounds: int, load_av
     }
 
 
-def _cpu_model() -> str:
+def commit() -> str:
+    """The checked-out commit, with "-dirty" where files differ from it."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
