@@ -79,7 +79,7 @@ class BankConflicts:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTraffic:
-    """One launch. Bytes, but for `loads` and `stores` (warp accesses of device memory) and `shared_accesses`."""
+    """One launch. Bytes, but for `loads` and `stores` (warp accesses of device memory) and the counts of shared memory."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -91,7 +91,8 @@ class LaunchTraffic:
     dram_read: int
     dram_written: int
     shared_accesses: int
-    bank_conflicts: int  # extra passes
+    shared_passes: int
+    bank_conflicts: int  # passes beyond those that the accesses' width asks for
     buffers: tuple[BufferTraffic, ...]
     conflicts: tuple[BankConflicts, ...]  # most extra passes first
 
@@ -187,6 +188,7 @@ class Traffic:
                 dram_read=total.dram_read * SECTOR_BYTES,
                 dram_written=total.dram_written * SECTOR_BYTES,
                 shared_accesses=total.shared_accesses,
+                shared_passes=total.shared_passes,
                 bank_conflicts=total.shared_passes - total.shared_least,
                 buffers=tuple(by_name.values()),
                 conflicts=tuple(sorted(conflicts, key=lambda c: -c.extra_passes)),
