@@ -26,6 +26,7 @@ FLOORS = (
     "m40llm.weights",
     "m40llm.forward",
     "m40llm.session",
+    "m40llm.prediction",
     "m40llm.scoring",
     "m40llm.scheduler",
     "m40llm.model",

@@ -23,6 +23,7 @@ COMMANDS = {
     "score": "Log-probabilities of given token ids.",
     "perplexity": "How well a model predicts a text file.",
     "inspect": "Metadata, tensors and memory needs of a GGUF file.",
+    "plan": "Memory and predicted speed of a model on a card that need not be here.",
     "quantize": "Convert a GGUF file to another tensor type.",
     "compile": "Compile the CUDA kernels ahead of time; registers, spills, occupancy.",
     "doctor": "What this machine can run on, and what would be chosen and why.",
