@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist loadfile -q
 BENCH_MODEL ?= smollm2
+SOAK_MODEL ?= smollm2
+SOAK_SECONDS ?= 600
 
 BIN := $(VENV)/bin
 # a registry that hiccups is asked again; one that stays away is an error
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 8 --timeout 60
 
-.PHONY: demo test test-models bench lint format clean
+.PHONY: demo test test-models bench soak lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-run
@@ -22,6 +24,9 @@ test-models: $(VENV)/.stamp-test
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/python bench/compare_llama_cpp.py $(BENCH_MODEL)
+
+soak: $(VENV)/.stamp-test
+	$(BIN)/python -m tests.soak $(SOAK_MODEL) --seconds $(SOAK_SECONDS)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

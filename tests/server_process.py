@@ -83,8 +83,14 @@ class ServerProcess:
         return bool(found)
 
     def wait_until_ready(self) -> ServerProcess:
-        self.wait_for(lambda: self.get("/health").status == 200, START_SECONDS)
+        self.wait_for(self._healthy, START_SECONDS)
         return self
+
+    def _healthy(self) -> bool:
+        try:
+            return self.get("/health").status == 200
+        except ConnectionError:
+            raise AssertionError("the server has ended:\n" + "\n".join(self.log[-20:])) from None
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds

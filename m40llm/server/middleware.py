@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
@@ -29,8 +30,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         if isinstance(error, web.HTTPException) and error.status < 400:
             raise
-        if isinstance(error, ConnectionError):  # the reader has gone; there is nobody to answer
-            raise
+        if isinstance(error, ConnectionError):  # the reader has gone, and a write knew it before aiohttp cancelled this
+            raise asyncio.CancelledError from error  # aiohttp would log anything else as this program's failure
         known = api_error(error, state.retry_after())
         if known is None:
             logs.event("internal error", logging.ERROR, error, id=request[REQUEST_ID], path=request.path)
