@@ -1,4 +1,4 @@
-"""What the serving benchmark asks for, and when: workloads and arrival times. No clock, no network: the same seed, the same load."""
+"""What the serving benchmark asks for, and when. No clock, no network: the same seed, the same load."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ def verdicts(results: Results) -> Iterator[str]:
     if (long := results.long) is not None:
         mean = statistics.median(long.mean_chunk)
         yield (
-            f"{long.prompt} tokens of prompt beside {long.decodes} decodes: inter-token p99 {milliseconds(long.p99_alone)} ms alone, "
+            f"{long.prompt} tokens of prompt beside {long.decodes} decodes: inter-token p99 "
+            f"{milliseconds(long.p99_alone)} ms alone, "
             f"{milliseconds(long.p99_beside)} ms beside it = {long.ratio:.2f} × a chunk of {long.chunk} alone at its end "
             f"({milliseconds(long.chunk_time)} ms; wanted: at most 1), {long.p99_beside / mean:.2f} × the mean chunk "
             f"({milliseconds(mean)} ms); TTFT {milliseconds(statistics.median(long.ttft))} ms"
