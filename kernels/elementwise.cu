@@ -3,8 +3,9 @@
 //   swiglu_f32  out = silu(gate) * up       (Shazeer, 2020)
 //   geglu_f32   out = gelu_tanh(gate) * up  (Hendrycks and Gimpel, 2016, the tanh form)
 //   add_f32     x += y
+//   bias_f32    y[t] = bias, or += bias  (y (T, N), bias (N,); any alignment)
 //
-// Grid: ceil(n / 1024); block: 256, four values each. `out` may be `gate` or `up`.
+// Grid: ceil(n / 1024); block: 256, four values each. `out` may be `gate` or `up`. bias_f32: (ceil(N / 256), T), one value each.
 
 #define ELEMENTWISE_THREADS 256  // a macro: launch bounds are read from the source
 
@@ -43,4 +44,10 @@ geglu_f32(const float* gate, const float* up, float* out, long long n) {
 }
 extern "C" __global__ void __launch_bounds__(ELEMENTWISE_THREADS) add_f32(float* x, const float* y, long long n) {
   elementwise(Sum(), x, y, x, n);
+}
+extern "C" __global__ void __launch_bounds__(ELEMENTWISE_THREADS) bias_f32(float* y, const float* bias, int n, int add) {
+  const int i = blockIdx.x * ELEMENTWISE_THREADS + threadIdx.x;
+  if (i >= n) return;
+  float* const at = y + (long long)blockIdx.y * n + i;
+  *at = add ? *at + bias[i] : bias[i];
 }

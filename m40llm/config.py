@@ -19,6 +19,7 @@ from m40llm.gguf import GGUFFile, TensorType
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 KVDtype = Literal["f16", "f32"]
 CacheExperiment = Literal["off", "ldg", "ldg_kv"]
+ProjectionBackend = Literal["auto", "fast-fits", "large-model"]
 
 # Which pairs RoPE rotates is a property of the architecture: llama's converters already permute Q and K for the
 # interleaved form, every other family keeps the half-split (NeoX) one.
@@ -204,7 +205,11 @@ class RuntimeOptions:
     The prefix cache keeps KV of past prompts in `cache_ram_mb` of host memory (0: none) and, with `cache_disk_dir`, in
     `cache_disk_mb` of that folder, both in MiB.
     On a card: `require_sm52` takes nothing but compute capability 5.2, `decode_graph` replays decode steps as CUDA graphs,
-    `cache_experiment` loads norms ("ldg") or K and V ("ldg_kv") through the read-only cache.
+    `cache_experiment` loads norms ("ldg") or K and V ("ldg_kv") through the read-only cache. `projection_backend`,
+    `materialize_budget_mb` (MiB; None: what is free) and `cublas`: see ops/cuda/backend.py. `decode_graph_diag_sync` times
+    every replay, at the price of a wait.
+    `profile` measures every group of operations; `launch_log`, `sync_log`, `alloc_log` report each step to the logger
+    "m40llm.steps".
     """
 
     device: Literal["auto", "cpu", "cuda", "emulator"] = "auto"
@@ -224,6 +229,14 @@ class RuntimeOptions:
     require_sm52: bool = False
     decode_graph: bool = False
     cache_experiment: CacheExperiment = "off"
+    projection_backend: ProjectionBackend = "auto"
+    materialize_budget_mb: int | None = None
+    cublas: bool = True
+    decode_graph_diag_sync: bool = False
+    profile: bool = False
+    launch_log: bool = False
+    sync_log: bool = False
+    alloc_log: bool = False
 
     def __post_init__(self) -> None:
         for flag, value, low, high in (
@@ -235,6 +248,7 @@ class RuntimeOptions:
             ("--idle-timeout", self.idle_timeout_s, 0.01, 1e9),
             ("--cache-ram-mb", self.cache_ram_mb, 0, 1 << 24),
             ("--cache-disk-mb", self.cache_disk_mb, 1, 1 << 30),
+            ("--materialize-budget-mb", self.materialize_budget_mb, 0, 1 << 24),
         ):
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{flag} is {value}; expected {low}..{high}")
@@ -242,6 +256,10 @@ class RuntimeOptions:
             raise ConfigError(f"--kv-dtype is '{self.kv_dtype}'; expected f16 or f32")
         if self.activation_bits not in (None, 16, 32):
             raise ConfigError(f"--activation-bits is {self.activation_bits}; expected 16 or 32")
+        if self.decode_graph_diag_sync and not self.decode_graph:
+            raise ConfigError(
+                "M40LLM_DECODE_GRAPH_DIAG_SYNC times graph replays, and there are none: add --decode-graph"
+            )
         if self.token_budget < self.slots:
             raise ConfigError(
                 f"--token-budget {self.token_budget} is below --slots {self.slots}: a decode step needs one row each"

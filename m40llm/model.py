@@ -35,6 +35,7 @@ class Model:
     description: str  # one line: device, kernels, KV
     load_s: float
     cache_identity: CacheIdentity  # what its keys and values depend on
+    notes: tuple[str, ...] = ()  # lines for the user: what was decided for this model, and why
 
     @classmethod
     def open(
@@ -70,7 +71,7 @@ class Model:
             layout = KVLayout.for_model(config, options.slots, context, options.kv_dtype)
             check_tensors(file, config)
             identity = CacheIdentity.of(file, config, layout, f"{choice.kind} {options.resolved_activation_bits}")
-            ops = _open_ops(choice, options, file, config, layout, limits, on_compile)
+            ops, notes = _open_ops(choice, options, file, config, layout, limits, on_compile)
             try:
                 weights = load_weights(file, config, ops, context, progress)
             except BaseException:
@@ -84,7 +85,9 @@ class Model:
             f"{ops.description}, KV {kv.dtype} {kv.n_slots} x {kv.context} tokens ({kv.nbytes / 2**20:.0f} MiB)"
         )
         load_s = time.perf_counter() - started
-        return cls(config, tokenizer, template, session, choice.kind, choice.reason, description, load_s, identity)
+        return cls(
+            config, tokenizer, template, session, choice.kind, choice.reason, description, load_s, identity, notes
+        )
 
     def close(self) -> None:
         """Releases the session; may be called twice."""
@@ -107,19 +110,30 @@ def _open_ops(
     layout: KVLayout,
     limits: StepLimits,
     on_compile: OnCompile | None,
-) -> Ops:
-    """The backend for the chosen device. What it cannot run is refused here, before the weights are read."""
+) -> tuple[Ops, tuple[str, ...]]:
+    """The backend for the chosen device, and notes for the user. What it cannot run is refused before weights are read."""
     if choice.kind == "cpu":
         from m40llm.ops.cpu import CpuOps  # Numba takes a second to import; the other backends do without
 
-        return CpuOps(options.threads, options.cpu_isa, options.resolved_activation_bits, on_compile)
-    from m40llm.ops.cuda import CudaOps, check_model, memory_plan
+        return CpuOps(options.threads, options.cpu_isa, options.resolved_activation_bits, on_compile), ()
+    from m40llm.ops.cuda import CudaOps, check_model, memory_plan, plan_projections
 
     check_model(config, options.kv_dtype)
-    device = open_device(choice)
+    device = open_device(choice, on_compile=on_compile)
     try:
-        memory_plan(file, config, layout, limits).check(device.memory_info()[0])
-        return CudaOps(device, decode_graph=options.decode_graph, cache_experiment=options.cache_experiment)
+        memory = memory_plan(file, config, layout, limits)
+        projections = plan_projections(
+            file, config, options, limits, memory, device, emulated=choice.kind == "emulator"
+        )
+        projections.added_to(memory).check(device.memory_info()[0])
+        ops = CudaOps(
+            device,
+            decode_graph=options.decode_graph,
+            cache_experiment=options.cache_experiment,
+            projections=projections,
+            time_replays=options.decode_graph_diag_sync,
+        )
+        return ops, (f"projections: {projections.reason}",)
     except BaseException:
         device.close()
         raise

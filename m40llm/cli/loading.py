@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +25,24 @@ def compile_notice() -> Callable[[str], None]:
         nonlocal said
         if not said:
             said = True
-            print("compiling CPU kernels for this machine (once, some seconds; cached afterwards)", file=sys.stderr)
+            print("compiling kernels for this machine (once, some seconds; cached afterwards)", file=sys.stderr)
 
     return notice
+
+
+def _show_step_logs(options: RuntimeOptions) -> None:
+    """Sends what --launch-log and its relatives write to stderr, in a process without another log."""
+    if options.launch_log or options.sync_log or options.alloc_log or options.decode_graph_diag_sync:
+        log = logging.getLogger("m40llm.steps")
+        log.handlers = [logging.StreamHandler(sys.stderr)]
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+def _say(model: Model) -> None:
+    """On which device, and what else was decided on the way."""
+    for line in (f"device: {model.device_reason}", *model.notes):
+        print(line, file=sys.stderr)
 
 
 @contextmanager
@@ -34,9 +50,10 @@ def open_engine(path: Path, options: RuntimeOptions) -> Iterator[Engine]:
     """An `Engine` on the model at `path`, closed at the end. Raises what `Engine.load` raises."""
     from m40llm.engine import Engine
 
+    _show_step_logs(options)
     with StageBar("loading", unit="bytes") as bar:
         engine = Engine.load(path, options, progress=bar.update, on_compile=compile_notice())
-    print(f"device: {engine.model.device_reason}", file=sys.stderr)
+    _say(engine.model)
     with engine:
         yield engine
 
@@ -46,8 +63,9 @@ def open_model(path: Path, options: RuntimeOptions, *, logit_rows: int) -> Itera
     """A `Model` without an engine, for scoring: `logit_rows` rows of a step may ask for logits."""
     from m40llm.model import Model
 
+    _show_step_logs(options)
     with StageBar("loading", unit="bytes") as bar:
         model = Model.open(path, options, logit_rows=logit_rows, progress=bar.update, on_compile=compile_notice())
-    print(f"device: {model.device_reason}", file=sys.stderr)
+    _say(model)
     with model:
         yield model

@@ -67,6 +67,58 @@ _RUNTIME = (
         help="Load norms (ldg) or K and V (ldg_kv) through the card's read-only cache.",
     ),
     click.option(
+        "--decode-graph-diag-sync",
+        is_flag=True,
+        envvar="M40LLM_DECODE_GRAPH_DIAG_SYNC",
+        show_envvar=True,
+        help="Time every replay of a CUDA graph; costs a wait.",
+    ),
+    click.option(
+        "--projection-backend",
+        type=click.Choice(["auto", "fast-fits", "large-model"]),
+        default="auto",
+        envvar="M40LLM_PROJECTION_BACKEND",
+        show_envvar=True,
+        show_default=True,
+        help="On a card: FP32 copies of the weights for long prompts (fast-fits), compact weights only (large-model), or "
+        "what fits into its memory (auto).",
+    ),
+    click.option(
+        "--materialize-budget-mb",
+        type=int,
+        envvar="M40LLM_FAST_FITS_BUDGET_MB",
+        show_envvar=True,
+        help="MiB for those FP32 copies (default: what is free).",
+    ),
+    click.option(
+        "--cublas/--no-cublas",
+        default=True,
+        envvar="M40LLM_ENABLE_CUBLAS",
+        show_envvar=True,
+        help="Whether cuBLAS or our own kernel multiplies by the FP32 copies (default: cuBLAS).",
+    ),
+    click.option(
+        "--launch-log",
+        is_flag=True,
+        envvar="M40LLM_LAUNCH_LOG",
+        show_envvar=True,
+        help="Log each step's launches, by group of operations.",
+    ),
+    click.option(
+        "--sync-log",
+        is_flag=True,
+        envvar="M40LLM_SYNC_LOG",
+        show_envvar=True,
+        help="Log each step's waits and copies, by group of operations.",
+    ),
+    click.option(
+        "--alloc-log",
+        is_flag=True,
+        envvar="M40LLM_ALLOC_LOG",
+        show_envvar=True,
+        help="Log each step's allocations, and those of loading.",
+    ),
+    click.option(
         "--cpu-isa",
         default="auto",
         envvar="M40LLM_CPU_ISA",
@@ -133,8 +185,10 @@ def runtime_from(flags: dict[str, Any]) -> RuntimeOptions:
     """Takes the runtime flags out of `flags`. Raises click.UsageError for a value out of range."""
     from m40llm.config import ConfigError, RuntimeOptions
 
-    on_card = ("require_sm52", "decode_graph", "cache_experiment")
-    names = ("threads", "ctx", "kv_dtype", "device", "cpu_isa", "token_budget", *on_card)
+    on_card = ("require_sm52", "decode_graph", "decode_graph_diag_sync", "cache_experiment")
+    projections = ("projection_backend", "materialize_budget_mb", "cublas")
+    logs = ("launch_log", "sync_log", "alloc_log")
+    names = ("threads", "ctx", "kv_dtype", "device", "cpu_isa", "token_budget", *on_card, *projections, *logs)
     bits = _ACTIVATION_BITS[flags.pop("activation_bits")]
     try:
         return RuntimeOptions(**{name: flags.pop(name) for name in names}, activation_bits=bits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -70,16 +71,21 @@ def usable_card(require_sm52: bool = False) -> driver.Card:
 
 
 def open_device(
-    choice: DeviceChoice, *, emulator_mode: Literal["fast", "check", "kasan"] = "fast", cache_dir: Path | None = None
+    choice: DeviceChoice,
+    *,
+    emulator_mode: Literal["fast", "check", "kasan"] = "fast",
+    cache_dir: Path | None = None,
+    on_compile: Callable[[str], None] | None = None,
 ) -> Device:
-    """The device of a choice. `cache_dir` holds compiled kernels (None: the user's cache). DeviceError for "cpu", which
-    needs no device; DeviceUnavailable as raised by the device itself."""
+    """The device of a choice. `cache_dir` holds compiled kernels (None: the user's cache); `on_compile` is called with a
+    module's name before it is compiled, not when it is found there. DeviceError for "cpu", which needs no device;
+    DeviceUnavailable as raised by the device itself."""
     if choice.kind == "emulator":
         from m40llm.device.emulator import EmulatorDevice
 
-        return EmulatorDevice(emulator_mode, cache_dir=cache_dir)
+        return EmulatorDevice(emulator_mode, cache_dir=cache_dir, on_compile=on_compile)
     if choice.card is None:
         raise DeviceError(f"'{choice.kind}' opens no device")
     from m40llm.device.cuda import CudaDevice
 
-    return CudaDevice(choice.card, cache_dir=cache_dir)
+    return CudaDevice(choice.card, cache_dir=cache_dir, on_compile=on_compile)

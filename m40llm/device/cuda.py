@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,19 @@ class CudaDevice:
         card: from `driver.find_cards`.
         cache_dir: folder of cubins (None: the user's cache).
         kernel_dir: folder of the `.cu` files.
+        on_compile: called with a module's name before it is compiled.
 
     Raises DeviceUnavailable if CuPy is missing or does not fit the card. May be used from several threads, one at a time.
     """
 
-    def __init__(self, card: Card, *, cache_dir: Path | None = None, kernel_dir: Path = KERNEL_DIR):
+    def __init__(
+        self,
+        card: Card,
+        *,
+        cache_dir: Path | None = None,
+        kernel_dir: Path = KERNEL_DIR,
+        on_compile: Callable[[str], None] | None = None,
+    ):
         cupy = import_cupy(card.arch)
         self.name = card.name
         self.arch = card.arch
@@ -110,6 +118,7 @@ class CudaDevice:
         self._runtime = cupy.cuda.runtime
         self._cache_dir = cache_dir
         self._kernel_dir = kernel_dir
+        self._on_compile = on_compile
         self._threads: set[int] = set()
         self._live: dict[int, DeviceBuffer] = {}
         self._modules: dict[str, tuple[nvrtc.Compiled, Any]] = {}
@@ -227,7 +236,7 @@ class CudaDevice:
         self._enter()
         if module not in self._modules:
             source = kernel_source(module, self._kernel_dir)
-            compiled = nvrtc.compile(source, self.arch, cache_dir=self._cache_dir)
+            compiled = nvrtc.compile(source, self.arch, cache_dir=self._cache_dir, on_compile=self._on_compile)
             loaded = self._cuda.function.Module()
             loaded.load(compiled.cubin)
             self._modules[module] = compiled, loaded

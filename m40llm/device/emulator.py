@@ -87,6 +87,7 @@ class EmulatorDevice:
         order, seed: order of threads and blocks: "forward", "reverse" or "random".
         timeout_ms: limit of one launch; 0 for none.
         memory_bytes: capacity (None: an M40's 24 GB, but at most half of the host's memory).
+        on_compile: called with a module's name before it is compiled.
 
     `fail_at_allocation = n` makes the n-th next `alloc` (1: the next one) raise OutOfDeviceMemory: for tests of clean-up.
     """
@@ -101,6 +102,7 @@ class EmulatorDevice:
         seed: int = 0,
         timeout_ms: int = 0,
         memory_bytes: int | None = None,
+        on_compile: Callable[[str], None] | None = None,
     ):
         self.name = f"emulator ({mode})"
         self.arch = "sm_52"
@@ -113,6 +115,7 @@ class EmulatorDevice:
         self.fail_at_allocation: int | None = None
         self._cache_dir = default_cache_dir() if cache_dir is None else cache_dir
         self._kernel_dir = kernel_dir
+        self._on_compile = on_compile
         host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._total = min(M40_MEMORY, host_memory // 2) if memory_bytes is None else memory_bytes
         self._modules: dict[str, LoadedModule] = {}
@@ -200,7 +203,8 @@ class EmulatorDevice:
     def kernel(self, module: str, symbol: str) -> Kernel:
         loaded = self._modules.get(module)
         if loaded is None:
-            loaded = LoadedModule(build(module, self.mode, self._cache_dir, self._kernel_dir))
+            built = build(module, self.mode, self._cache_dir, self._kernel_dir, on_compile=self._on_compile)
+            loaded = LoadedModule(built)
             self._modules[module] = loaded
         if symbol not in loaded.kernels:
             raise DeviceError(f"{module}.cu has no kernel '{symbol}'; it has {', '.join(sorted(loaded.kernels))}")

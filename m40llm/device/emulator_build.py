@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +97,15 @@ class EmulatorModule:
     shared: tuple[SharedVariable, ...]
 
 
-def build(module: str, mode: Mode, cache_dir: Path, kernel_dir: Path = KERNEL_DIR, arch: int = 520) -> EmulatorModule:
-    """Builds `<kernel_dir>/<module>.cu`, or finds it in `cache_dir`.
+def build(
+    module: str,
+    mode: Mode,
+    cache_dir: Path,
+    kernel_dir: Path = KERNEL_DIR,
+    arch: int = 520,
+    on_compile: Callable[[str], None] | None = None,
+) -> EmulatorModule:
+    """Builds `<kernel_dir>/<module>.cu`, or finds it in `cache_dir`; `on_compile` is called with its name before the former.
 
     Raises DeviceUnavailable without g++ (or on a processor that the emulator does not know), KernelCompileError with
     the compiler's log, DeviceError for a source that the emulator cannot take.
@@ -122,6 +129,8 @@ def build(module: str, mode: Mode, cache_dir: Path, kernel_dir: Path = KERNEL_DI
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(cache_dir / f"{key}.lock"):
         if not (library.exists() and manifest.exists()):
+            if on_compile:
+                on_compile(module)
             kernels = parse_kernels(source, include_dirs(kernel_dir), arch)
             runtime = _build_runtime(compiler, version, cache_dir)
             with tempfile.TemporaryDirectory(dir=cache_dir, prefix="build-") as folder:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,8 +199,9 @@ def compile(
     nvrtc: Nvrtc | None = None,
     extra_options: Sequence[str] = (),
     cache_dir: Path | None = None,
+    on_compile: Callable[[str], None] | None = None,
 ) -> Compiled:
-    """Compiles a `.cu` for `arch`, or finds it in the cache.
+    """Compiles a `.cu` for `arch`, or finds it in the cache; `on_compile` is called with its name before the former.
 
     Raises KernelCompileError with NVRTC's log, DeviceUnavailable if no installed NVRTC targets `arch`.
     """
@@ -213,6 +214,8 @@ def compile(
     manifest = path.with_suffix(".json")
     if path.exists() and manifest.exists():
         return _load_cached(path, manifest)
+    if on_compile:
+        on_compile(source.stem)
     cubin, log = compiler.compile_source(source.read_text(encoding="utf-8"), source.name, options)
     signatures = parse_kernels(source, search, parse_arch(arch) * 10)
     compiled = Compiled(cubin, path, log, parse_log(log), signatures)

@@ -121,6 +121,8 @@ def _loaded(state: ServerState, task: asyncio.Task[Engine]) -> None:
         return
     state.engine = engine = task.result()
     logs.event("device", reason=engine.model.device_reason)
+    for note in engine.model.notes:
+        logs.event(note)
     logs.event("ready", model=state.model_id, load_s=round(engine.model.load_s, 2), runs_on=engine.model.description)
 
 

@@ -20,21 +20,23 @@ class OverBudget(DeviceError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on the device: packed weights, the KV cache, the buffers of the largest step."""
+    """Bytes on the device: packed weights, the KV cache, the buffers of the largest step, FP32 copies of weights."""
 
     weights: int
     kv: int
     workspace: int
+    materialised: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.workspace
+        return self.weights + self.kv + self.workspace + self.materialised
 
     def check(self, free: int) -> None:
         """Raises OverBudget, with the numbers and the flags that change them, if `free` bytes are too few."""
         if self.total > free:
+            copies = f"in FP32 {self.materialised / _MIB:.0f}, " if self.materialised else ""
             raise OverBudget(
-                f"the model needs {self.total / _MIB:.0f} MiB (weights {self.weights / _MIB:.0f}, KV cache "
+                f"the model needs {self.total / _MIB:.0f} MiB (weights {self.weights / _MIB:.0f}, {copies}KV cache "
                 f"{self.kv / _MIB:.0f}, workspace {self.workspace / _MIB:.0f}), {free / _MIB:.0f} MiB are free on the "
                 "device; shorten the context (--ctx), run fewer sequences, or use --device cpu"
             )

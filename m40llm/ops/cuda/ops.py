@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,13 +16,16 @@ from m40llm.config import CacheExperiment, ConfigError, KVDtype, ModelConfig
 from m40llm.device.protocol import Device, Graph
 from m40llm.gguf import GGUFFile, dequantize
 from m40llm.kv.layout import KVLayout
-from m40llm.ops.cuda import attention, embed, norm, pack, project, reduce, rope, tensor
+from m40llm.ops.cuda import attention, embed, norm, pack, reduce, rope, tensor
+from m40llm.ops.cuda.backend import LARGE_MODEL, ProjectionPlan, Projections
 from m40llm.ops.cuda.pack import CudaMatrix
 from m40llm.ops.cuda.rope import RopeTable
 from m40llm.ops.cuda.tensor import DeviceTensor
 from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.ops.rope_table import rope_tables
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
+
+log = logging.getLogger("m40llm.steps")
 
 
 def check_model(config: ModelConfig, kv_dtype: KVDtype) -> None:
@@ -56,10 +60,14 @@ class EagerStep:
 
 
 class GraphStep:
-    """Runs eagerly once, which loads the kernels, then captures, then replays. Owns its graph."""
+    """Runs eagerly once, which loads the kernels, then captures, then replays. Owns its graph.
 
-    def __init__(self, device: Device, body: Callable[[], None]):
+    `timed` measures each replay by events, waits for its end and logs the milliseconds.
+    """
+
+    def __init__(self, device: Device, body: Callable[[], None], timed: bool = False):
         self._device = device
+        self._events = (device.event(), device.event()) if timed else None
         self._body = body
         self._warm = False
         self._graph: Graph | None = None
@@ -73,7 +81,15 @@ class GraphStep:
             with self._device.capture() as graph:
                 self._body()
             self._graph = graph
+        if self._events is None:
+            self._device.replay(self._graph)
+            return
+        start, end = self._events
+        self._device.record(start)
         self._device.replay(self._graph)
+        self._device.record(end)
+        end.synchronize()
+        log.info("decode graph: replayed in %.3f ms", end.elapsed_ms(start))
 
     def close(self) -> None:
         """Frees the graph; may be called twice."""
@@ -92,6 +108,8 @@ class CudaOps:
         device: closed together with the backend unless `owns_device` is false.
         decode_graph: capture decode steps (one row per sequence) as CUDA graphs.
         cache_experiment: "ldg" loads norms, "ldg_kv" loads K and V through the read-only cache.
+        projections: which matrices are kept in FP32 too.
+        time_replays: log how long each replay of a graph took, which costs a wait.
     """
 
     def __init__(
@@ -100,15 +118,19 @@ class CudaOps:
         *,
         decode_graph: bool = False,
         cache_experiment: CacheExperiment = "off",
+        projections: ProjectionPlan = LARGE_MODEL,
+        time_replays: bool = False,
         owns_device: bool = True,
     ):
         self._device = device
+        self._time_replays = time_replays
         self._decode_graph = decode_graph
         self._norm_ldg = cache_experiment == "ldg"
         self._kv_ldg = cache_experiment == "ldg_kv"
         self._open = ExitStack()
         if owns_device:
             self._open.callback(device.close)
+        self._projections = Projections(device, projections, self._open)
         self._matrices: dict[str, CudaMatrix] = {}
         self._graphs: weakref.WeakSet[GraphStep] = weakref.WeakSet()
         # Decode attention of a mixed step runs beside its prefill attention: different rows, different bottlenecks.
@@ -116,7 +138,7 @@ class CudaOps:
         self._fork, self._join = device.event(), device.event()
         self._scratch: _Scratch | None = None
         extras = "".join((", decode graphs" * decode_graph, f", {cache_experiment}" * (cache_experiment != "off")))
-        self.description = f"{device.name} ({device.arch}{extras})"
+        self.description = f"{device.name} ({device.arch}, {projections.backend}{extras})"
 
     # -- load time -----------------------------------------------------------------------------------
     def load_matrix(self, file: GGUFFile, name: str) -> CudaMatrix:
@@ -125,6 +147,7 @@ class CudaOps:
             matrix = pack.load_matrix(file, name, self._device)
             self._open.callback(matrix.close)
             self._matrices[name] = matrix
+            self._projections.load(file, matrix)
         return self._matrices[name]
 
     load_embedding = load_matrix
@@ -163,6 +186,7 @@ class CudaOps:
             ),
         )
         self._scratch = scratch
+        self._projections.new_workspace(config, limits)
         return Workspace(
             plan={name: scratch.packed[offsets[name] : offsets["total"]] for name in PLAN_FIELDS},
             x=f32("x", rows, config.d_model),
@@ -194,7 +218,7 @@ class CudaOps:
     def record(self, shape: StepShape, body: Callable[[], None]) -> EagerStep | GraphStep:
         if not (self._decode_graph and shape.longest == 1):
             return EagerStep(body)
-        step = GraphStep(self._device, body)
+        step = GraphStep(self._device, body, self._time_replays)
         self._graphs.add(step)
         return step
 
@@ -250,7 +274,7 @@ class CudaOps:
         k: DeviceTensor,
         v: DeviceTensor,
     ) -> None:
-        project.project(self._device, h, weights, (q, k, v), biases)
+        self._projections.project(h, weights, (q, k, v), biases)
 
     def rope_append(
         self,
@@ -305,10 +329,10 @@ class CudaOps:
         bias: DeviceTensor | None = None,
         add: bool = False,
     ) -> None:
-        project.project(self._device, h, (weight,), (out,), (bias,), add=add)
+        self._projections.project(h, (weight,), (out,), (bias,), add=add)
 
     def gate_up_swiglu(self, h: DeviceTensor, gate: CudaMatrix, up: CudaMatrix, out: DeviceTensor) -> None:
-        project.gate_up_swiglu(self._device, h, gate, up, out)
+        self._projections.gate_up_swiglu(h, gate, up, out)
 
     def logits(
         self,
@@ -323,7 +347,7 @@ class CudaOps:
         normed, logits = scratch.normed[:rows], ws.logits[:rows]
         wanted = ws.plan["logit_rows"][:rows]
         norm.rmsnorm(self._device, x, norm_weight, eps, normed, rows=wanted, ldg=self._norm_ldg)
-        project.project(self._device, normed, (weight,), (logits,))
+        self._projections.project(normed, (weight,), (logits,))
         reduce.argmax(self._device, logits, ws.ids[:rows], scratch.argmax)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from m40llm.device.buffers import DeviceBuffer
 from m40llm.device.protocol import Device
-from m40llm.gguf import BLOCKS, GGUFFile, TensorType
+from m40llm.gguf import BLOCKS, GGUFFile, TensorType, dequantize
 from m40llm.gguf.dequant import IQ4_VALUES
 
 U8 = NDArray[np.uint8]
@@ -97,6 +97,16 @@ def load_matrix(file: GGUFFile, name: str, device: Device) -> CudaMatrix:
     # Asked for before anything is allocated: it refuses an unknown type.
     file.read_rows(name, 0, 0)
     return _upload(device, name, info.type, info.rows, info.columns, lambda a, b: file.read_rows(name, a, b))
+
+
+def load_matrix_as_f32(file: GGUFFile, name: str, device: Device) -> CudaMatrix:
+    """As `load_matrix`, but dequantised first: four bytes a weight, the same values."""
+    info = file.tensor(name)
+
+    def read(first: int, last: int) -> U8:
+        return dequantize(file.read_rows(name, first, last), info.type).astype(np.float32, copy=False).view(np.uint8)
+
+    return _upload(device, name, TensorType.F32, info.rows, info.columns, read)
 
 
 def upload_matrix(device: Device, raw: U8, kind: TensorType, name: str = "matrix") -> CudaMatrix:
