@@ -2,12 +2,14 @@
 //
 //   rmsnorm_f32      x (*, D) -> out (T, D); row t of out comes from row rows[t] of x, or from row t if `rows` is null
 //   rmsnorm_add_f32  x (T, D) += delta (T, D), then out (T, D) = norm of the sum
+//   rmsnorm_staged_f32  as rmsnorm_f32, but out is staged (staged.cuh) for the GGML types type0 and, unless it is -1, type1
 //
 // Grid: T; block: 256, one row. A row of up to 4096 columns stays in registers between the sum and the scaling, a longer
 // one is read again (from L2). D that is no multiple of 4 takes the scalar instance of the same code.
 // With M40LLM_LDG (module norm_ldg) x, delta and weight go through the read-only cache, where the kernel does not write
 // them: an experiment, off unless a measurement on the card says otherwise.
 #pragma once
+#include "staged.cuh"
 #include "warp.cuh"
 
 #ifdef M40LLM_LDG
@@ -28,9 +30,10 @@ __device__ __forceinline__ float4 scaled(float4 v, float scale, float4 w) {
   return make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
 }
 
-// A row of n vectors V. `first(i)` yields vector i the first time it is wanted, `again(i)` a second time.
-template <class V, class First, class Again>
-__device__ __forceinline__ void norm_row(First first, Again again, const V* weight, V* out, int n, int D, float eps) {
+// A row of n vectors V. `first(i)` yields vector i the first time it is wanted, `again(i)` a second time; whole warps call
+// `put(i, result, i < n)`.
+template <class V, class First, class Again, class Put>
+__device__ __forceinline__ void norm_row(First first, Again again, const V* weight, Put put, int n, int D, float eps) {
   __shared__ float slots[NORM_THREADS / 32];
   V kept[NORM_KEPT];
   float total = 0.f;
@@ -48,19 +51,28 @@ __device__ __forceinline__ void norm_row(First first, Again again, const V* weig
 #pragma unroll
   for (int j = 0; j < NORM_KEPT; j++) {
     const int i = threadIdx.x + j * NORM_THREADS;
-    if (i < n) out[i] = scaled(kept[j], scale, NORM_LOAD(weight + i));
+    if ((i & ~31) < n) put(i, i < n ? scaled(kept[j], scale, NORM_LOAD(weight + i)) : V(), i < n);
   }
-  for (int i = threadIdx.x + NORM_KEPT * NORM_THREADS; i < n; i += NORM_THREADS)
-    out[i] = scaled(again(i), scale, NORM_LOAD(weight + i));
+  for (int i = threadIdx.x + NORM_KEPT * NORM_THREADS; (i & ~31) < n; i += NORM_THREADS)
+    put(i, i < n ? scaled(again(i), scale, NORM_LOAD(weight + i)) : V(), i < n);
 }
+
+// Stores vectors as they are.
+template <class V>
+struct PlainPut {
+  V* out;
+  __device__ __forceinline__ void operator()(int i, V value, bool inside) const {
+    if (inside) out[i] = value;
+  }
+};
 
 template <class V>
 __device__ __forceinline__ void norm_plain(const float* x, const int* rows, const float* weight, float* out, int D, float eps) {
   const int row = rows ? rows[blockIdx.x] : blockIdx.x;
   const V* from = reinterpret_cast<const V*>(x + (size_t)row * D);
   const auto load = [=](int i) { return NORM_LOAD(from + i); };
-  norm_row(load, load, reinterpret_cast<const V*>(weight), reinterpret_cast<V*>(out + (size_t)blockIdx.x * D),
-           D / (int)(sizeof(V) / sizeof(float)), D, eps);
+  const PlainPut<V> put{reinterpret_cast<V*>(out + (size_t)blockIdx.x * D)};
+  norm_row(load, load, reinterpret_cast<const V*>(weight), put, D / (int)(sizeof(V) / sizeof(float)), D, eps);
 }
 
 template <class V>
@@ -69,8 +81,8 @@ __device__ __forceinline__ void norm_add(float* x, const float* delta, const flo
   const V* more = reinterpret_cast<const V*>(delta + (size_t)blockIdx.x * D);
   const auto add = [=](int i) { return row[i] = sum(row[i], NORM_LOAD(more + i)); };
   const auto load = [=](int i) { return row[i]; };
-  norm_row(add, load, reinterpret_cast<const V*>(weight), reinterpret_cast<V*>(out + (size_t)blockIdx.x * D),
-           D / (int)(sizeof(V) / sizeof(float)), D, eps);
+  const PlainPut<V> put{reinterpret_cast<V*>(out + (size_t)blockIdx.x * D)};
+  norm_row(add, load, reinterpret_cast<const V*>(weight), put, D / (int)(sizeof(V) / sizeof(float)), D, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
@@ -83,4 +95,17 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 rmsnorm_add_f32(float* x, const float* delta, const float* weight, float* out, int D, float eps) {
   if (D & 3) norm_add<float>(x, delta, weight, out, D, eps);
   else norm_add<float4>(x, delta, weight, out, D, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+rmsnorm_staged_f32(const float* x, const int* rows, const float* weight, float* staged, int D, float eps, int batch, int type0, int type1) {
+  const int row = rows ? rows[blockIdx.x] : blockIdx.x;
+  const float4* from = reinterpret_cast<const float4*>(x + (size_t)row * D);
+  const auto load = [=](int i) { return NORM_LOAD(from + i); };
+  const StagedWriter first(staged, batch, D, type0), second(staged + staged_floats(D, batch), batch, D, type1);
+  const auto put = [=](int i, float4 value, bool inside) {
+    first.put4(blockIdx.x, 4 * i, value, inside);
+    if (type1 >= 0) second.put4(blockIdx.x, 4 * i, value, inside);
+  };
+  norm_row(load, load, reinterpret_cast<const float4*>(weight), put, D / 4, D, eps);
 }

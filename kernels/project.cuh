@@ -5,7 +5,7 @@
 // BATCH rows of x are served by one unpacking; blockIdx.y counts batches. Up to three matrices (Q, K, V) share a launch:
 // a block belongs to one of them, and where types are mixed it branches to its type once.
 #pragma once
-#include "formats.cuh"
+#include "staged.cuh"
 
 constexpr int PROJECT_WARPS = 8;
 constexpr int PROJECT_THREADS = 32 * PROJECT_WARPS;
@@ -57,8 +57,6 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
   float place[4];
 #pragma unroll
   for (int c = 0; c < 4; c++) place[c] = F::FLOATING ? 1.f : power_of_two(Scaling<F, BATCH>::X - Bits::offset(piece, c));
-  // The accumulators start at -BIAS * sum; where there is a minimum, it is multiplied by the sum.
-  constexpr float sum_factor = F::Scale::MINIMUM ? 1.f : -(float)F::BIAS;
   const int k = (first_unit + unit) * 32 + piece * 4;
   const bool whole = !F::FLOATING || (columns & 3) == 0;  // otherwise rows are not aligned to 16 bytes
   constexpr int AT_ONCE = BATCH < 4 ? BATCH : 4;  // rows: their loads are under way together
@@ -105,9 +103,31 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
       }
       if ((piece & (LANES / AT_ONCE - 1)) == 0) {
         shared.sums[chunk][row][(HALVES == 1 ? 0 : piece >> 2) * 32 + unit] =
-            sums[0] * (sum_factor * power_of_two(-RESULT_EXPONENT));
+            sums[0] * (sum_factor<F>() * power_of_two(-RESULT_EXPONENT));
       }
     }
+  }
+}
+
+// The same for x that its producer has staged; `first_chunk` of `of_chunks`.
+template <int BATCH>
+M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int first_chunk, int chunks, int of_chunks) {
+  constexpr int CHUNKS = Staged<BATCH>::CHUNKS, VALUES = BATCH * STAGED_CHUNK / 4, SUMS = BATCH * STAGED_SUMS / 4;
+  const int thread = threadIdx.x;
+  const float4* from = reinterpret_cast<const float4*>(staged) + (first_chunk * VALUES + thread);
+  float4* to = shared.x[0][0] + (thread >> 5) * PIECE_PITCH + (thread & 31);
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    if (chunk >= chunks) break;
+    float4 v[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) v[b] = __ldg(from + chunk * VALUES + b * 256);
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) to[(chunk * BATCH + b) * 8 * PIECE_PITCH] = v[b];
+  }
+  if (thread < chunks * SUMS) {
+    reinterpret_cast<float4*>(shared.sums[0][0])[thread] =
+        __ldg(reinterpret_cast<const float4*>(staged) + (of_chunks * VALUES + first_chunk * SUMS + thread));
   }
 }
 
@@ -250,37 +270,51 @@ M40_INLINE float scattered_sum(float (&v)[COUNT]) {
   }
 }
 
+// What a launch multiplies by: rows of x as they are, or staged for its formats (staged.cuh).
+struct Input {
+  const float* x;
+  int rows, columns, staged;
+};
+
 // This lane's dot product: of weight row 4 * group + (index & 3) with x row index >> 2, index = lane / (32 / (4 * BATCH)).
-// `staged`: shared memory already holds all of x for this format.
-template <class F, int BATCH>
-M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const float* x, int rows, int columns, int group, int staged) {
-  const Group<F> w(base, group, columns);
+// VERSION: of the staged x. `kept`: shared memory already holds all of x for this format.
+template <class F, int BATCH, int VERSION>
+M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const Input& in, int group, int kept) {
+  const Group<F> w(base, group, in.columns);
   const bool inside = 4 * group < n;
   float acc[4 * BATCH];
 #pragma unroll
   for (int i = 0; i < 4 * BATCH; i++) acc[i] = 0.f;
+  int begin = 0;
 #pragma unroll 1
-  for (int begin = 0; begin < w.units; begin += 32 * Staged<BATCH>::CHUNKS) {
+  do {
     const int end = min(w.units, begin + 32 * Staged<BATCH>::CHUNKS);
-    if (!staged) {
+    if (!kept) {
+      const int chunks = (end - begin + 31) >> 5;
       __syncthreads();  // nobody reads the previous segment any more
-      stage<F, BATCH>(shared, x, rows, columns, begin, (end - begin + 31) >> 5);
+      if (BATCH <= 4 && !F::FLOATING && in.staged) {
+        const float* version = in.x + VERSION * staged_floats(in.columns, BATCH);
+        copy_staged<BATCH>(shared, version, begin >> 5, chunks, staged_chunks(in.columns));
+      } else {
+        stage<F, BATCH>(shared, in.x, in.rows, in.columns, begin, chunks);
+      }
       __syncthreads();
     }
     if (inside) accumulate<F, BATCH>(w, begin, end, shared, acc);
-  }
+    begin += 32 * Staged<BATCH>::CHUNKS;
+  } while (begin < w.units);
   const float sum = scattered_sum<4 * BATCH>(acc);
   return F::FLOATING ? sum : sum * power_of_two(RESULT_EXPONENT);
 }
 
 // dot() of the format whose number is `type`; with one format there is nothing to ask.
-template <int BATCH, class F, class... Others>
-M40_INLINE float dot_of_type(int type, Staged<BATCH>& shared, const u8* base, int n, const float* x, int rows, int columns, int group, int staged) {
+template <int BATCH, int VERSION, class F, class... Others>
+M40_INLINE float dot_of_type(int type, Staged<BATCH>& shared, const u8* base, int n, const Input& in, int group, int kept) {
   if constexpr (sizeof...(Others) == 0) {
-    return dot<F, BATCH>(shared, base, n, x, rows, columns, group, staged);
+    return dot<F, BATCH, VERSION>(shared, base, n, in, group, kept);
   } else {
-    if (type == F::ID) return dot<F, BATCH>(shared, base, n, x, rows, columns, group, staged);
-    return dot_of_type<BATCH, Others...>(type, shared, base, n, x, rows, columns, group, staged);
+    if (type == F::ID) return dot<F, BATCH, VERSION>(shared, base, n, in, group, kept);
+    return dot_of_type<BATCH, VERSION + 1, Others...>(type, shared, base, n, in, group, kept);
   }
 }
 
@@ -302,26 +336,26 @@ M40_INLINE T pick(int matrix, T a, T b, T c) {
   return matrix == 0 ? a : matrix == 1 ? b : c;
 }
 
+// y0 is staged for a reader of type `y_type` with PROJECT_SWIGLU, unless that is -1.
 template <int BATCH, class... Formats>
 M40_INLINE void project(
     const u8* w0, const u8* w1, const u8* w2, float* y0, float* y1, float* y2, const float* bias0, const float* bias1,
-    const float* bias2, int n0, int n1, int n2, int type0, int type1, int type2, const float* x, int rows, int columns, int mode) {
+    const float* bias2, int n0, int n1, int n2, int type0, int type1, int type2, const Input& in, int mode, int y_type) {
   __shared__ Staged<BATCH> shared;
   float value;
   {
     const Job job(blockIdx.x, threadIdx.x >> 5, n0, n1, mode);
     const u8* w = pick(job.matrix, w0, w1, w2);
     const int n = pick(job.matrix, n0, n1, n2);
-    int type = pick(job.matrix, type0, type1, type2), staged = 0;
+    int type = pick(job.matrix, type0, type1, type2), kept = 0;
     // One body for gate and up: a loop keeps the code, and the registers, of the unpacking single.
 #pragma unroll 1
     for (int more = mode == PROJECT_SWIGLU;; more = 0) {
-      value = dot_of_type<BATCH, Formats...>(
-          type, shared, w, n, x, rows, columns, job.group, staged);
+      value = dot_of_type<BATCH, 0, Formats...>(type, shared, w, n, in, job.group, kept);
       if (!more) break;
       shared.gate[threadIdx.x] = value;
       w = w1;
-      staged = BATCH <= 4 && type == type1 && columns <= 1024 * Staged<BATCH>::CHUNKS;
+      kept = BATCH <= 4 && type == type1 && in.columns <= 1024 * Staged<BATCH>::CHUNKS;
       type = type1;
     }
   }
@@ -331,7 +365,18 @@ M40_INLINE void project(
   constexpr int LANES = 32 / (4 * BATCH);  // that hold the same value
   const int n = pick(job.matrix, n0, n1, n2), row = job.group * 4 + (lane / LANES & 3);
   const int t = (BATCH == 1 ? 0 : blockIdx.y * BATCH) + lane / (4 * LANES);
-  if (lane % LANES != 0 || row >= n || t >= rows) return;
+  if (BATCH <= 4 && mode == PROJECT_SWIGLU && y_type >= 0) {
+    // The block's 32 rows are a unit of whoever reads them: they meet, and warp t writes them for row t of x.
+    value *= silu(shared.gate[thread]);
+    __syncthreads();
+    if (lane % LANES == 0) shared.gate[(lane / (4 * LANES)) * 32 + (row & 31)] = value;
+    __syncthreads();
+    if (thread >> 5 < in.rows) {
+      StagedWriter(y0, BATCH, n, y_type).put1(thread >> 5, blockIdx.x * 32 + lane, shared.gate[thread]);
+    }
+    return;
+  }
+  if (lane % LANES != 0 || row >= n || t >= in.rows) return;
   const float* bias = pick(job.matrix, bias0, bias1, bias2);
   float* out = pick(job.matrix, y0, y1, y2) + (size_t)t * n + row;
   if (bias) value += bias[row];
@@ -346,9 +391,9 @@ M40_INLINE void project(
       const unsigned char* __restrict__ w0, const unsigned char* __restrict__ w1, const unsigned char* __restrict__ w2, \
       float* y0, float* y1, float* y2, const float* __restrict__ bias0, const float* __restrict__ bias1,               \
       const float* __restrict__ bias2, int n0, int n1, int n2, int type0, int type1, int type2,                        \
-      const float* __restrict__ x, int rows, int columns, int mode) {                                                  \
-    project<BATCH, __VA_ARGS__>(w0, w1, w2, y0, y1, y2, bias0, bias1, bias2, n0, n1, n2, type0, type1, type2, x, rows, \
-                                columns, mode);                                                                        \
+      const float* __restrict__ x, int rows, int columns, int mode, int staged, int y_type) {                          \
+    project<BATCH, __VA_ARGS__>(w0, w1, w2, y0, y1, y2, bias0, bias1, bias2, n0, n1, n2, type0, type1, type2,          \
+                                Input{x, rows, columns, staged}, mode, y_type);                                        \
   }
 
 // project_<name>_r1, _r4, _r8 for matrices of the given formats. BLOCKS: blocks of 256 threads that an SM of Maxwell must

@@ -24,13 +24,14 @@ def forward(config: ModelConfig, weights: ModelWeights, ws: Workspace, kv: KVCac
 
     ops.embed(weights.token_embd, ws.plan["token_ids"][: shape.rows], x)
     for i, w in enumerate(weights.layers):
-        ops.rmsnorm(x, w.attn_norm, config.rms_eps, h)
-        ops.qkv(h, (w.attn_q, w.attn_k, w.attn_v), (w.attn_q_bias, w.attn_k_bias, w.attn_v_bias), q, k, v)
+        qkv = (w.attn_q, w.attn_k, w.attn_v)
+        ops.rmsnorm(x, w.attn_norm, config.rms_eps, h, readers=qkv)
+        ops.qkv(h, qkv, (w.attn_q_bias, w.attn_k_bias, w.attn_v_bias), q, k, v)
         ops.rope_append(q, k, v, weights.rope, config, kv, i, ws)
-        ops.attention(q, kv, i, shape, config, ws, attn)
+        ops.attention(q, kv, i, shape, config, ws, attn, readers=(w.attn_output,))
         ops.project(attn, w.attn_output, x, add=True)
-        ops.rmsnorm(x, w.ffn_norm, config.rms_eps, h)
-        ops.gate_up_swiglu(h, w.ffn_gate, w.ffn_up, act)
+        ops.rmsnorm(x, w.ffn_norm, config.rms_eps, h, readers=(w.ffn_gate, w.ffn_up))
+        ops.gate_up_swiglu(h, w.ffn_gate, w.ffn_up, act, readers=(w.ffn_down,))
         ops.project(act, w.ffn_down, x, add=True)
     if shape.logit_rows:
         ops.logits(x, weights.output_norm, config.rms_eps, weights.output, ws, shape)

@@ -6,7 +6,10 @@ import pytest
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.device.sources import KERNEL_DIR
 from m40llm.gguf import BLOCKS, TensorType
+from m40llm.ops.cuda.norm import rmsnorm
 from m40llm.ops.cuda.project import MIXED, gate_up_swiglu, project
+from m40llm.ops.cuda.staged import Staging, staged_floats, staged_formats
+from tests import reference
 from tests.cuda_reference import ALL_TYPES, Bench, product_error
 
 TOLERANCE = 1e-6  # ten times better than asked for: a wrong weight or scale is far above, FP32 rounding far below
@@ -110,6 +113,62 @@ def test_gate_up_swiglu(device, rows, kinds):
         # silu's slope is at most 1.1, so either sum's error comes through at most times the other factor
         scale = (np.abs(exact) @ np.abs(bench.weights["gate"]).T) * (np.abs(exact) @ np.abs(bench.weights["up"]).T)
         assert np.abs(bench.read(out) - expected).max() < 1e-5 * scale.min()
+
+
+QUANTISED = [kind for kind in ALL_TYPES if BLOCKS[kind].block_size > 1]
+
+
+@pytest.mark.parametrize("kinds", [*((k.name,) for k in QUANTISED), *MIXTURES], ids="-".join)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_x_staged_by_the_norm(device, rows, kinds):
+    """For one format and for the two of a mixture; more columns than lie in shared memory at once."""
+    columns = 4352 if rows == 1 and len(kinds) == 2 else max(few_columns(TensorType[k]) for k in kinds)
+    with Bench(device, rows) as bench:
+        matrices = [bench.matrix(TensorType[k], 37 + i, columns, str(i)) for i, k in enumerate(kinds)]
+        x, weight = bench.activations(rows, columns), bench.activations(1, columns)[0]
+        h = bench.empty((rows, columns))
+        staging = Staging({h.memory.ptr: bench.empty((len(kinds) * staged_floats(columns, rows),))})
+        assert staged_formats(rows, matrices)
+        rmsnorm(device, bench.tensor(x), bench.tensor(weight), 1e-5, staging.target(h, matrices))
+        outs = [bench.empty((rows, m.rows)) for m in matrices]
+        before = device.counters.launches
+        project(device, staging.source(h), matrices, outs)
+        assert device.counters.launches == before + 1
+        normed = reference.rmsnorm(x.astype(np.float64), weight, 1e-5)
+        for i, out in enumerate(outs):
+            assert product_error(bench.read(out), normed, bench.weights[str(i)]) < TOLERANCE
+
+
+@pytest.mark.parametrize("reader", ["Q8_0", "Q4_0", "Q5_1", "Q6_K"])
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_gate_and_up_stage_their_product(device, rows, reader):
+    with Bench(device, rows) as bench:
+        gate, up = (bench.matrix(TensorType.Q4_0, 1280, 64, name) for name in ("gate", "up"))
+        down = bench.matrix(TensorType[reader], 5, 1280, "down")
+        x = bench.activations(rows, 64)
+        act, out = bench.empty((rows, 1280)), bench.empty((rows, 5))
+        staging = Staging({act.memory.ptr: bench.empty((staged_floats(1280, rows),))})
+        gate_up_swiglu(device, bench.tensor(x), gate, up, staging.target(act, [down]))
+        project(device, staging.source(act), [down], [out])
+        exact = x.astype(np.float64)
+        product = silu(exact @ bench.weights["gate"].T) * (exact @ bench.weights["up"].T)
+        assert product_error(bench.read(out), product, bench.weights["down"]) < 10 * TOLERANCE
+
+
+def test_a_staged_tensor_is_for_its_readers_only(device):
+    with Bench(device) as bench:
+        a, b = bench.matrix(TensorType.Q8_0, 8, 256, "a"), bench.matrix(TensorType.Q4_0, 8, 256, "b")
+        h, out = bench.empty((4, 256)), bench.empty((4, 8))
+        staging = Staging({h.memory.ptr: bench.empty((staged_floats(256, 4),))})
+        staging.target(h, [a])
+        with pytest.raises(ValueError, match=r"staged for \('q8_0',\), is not for b"):
+            project(device, staging.source(h), [b], [out])
+        assert staging.target(h, []) is h
+        assert staging.source(h) is h
+        many = bench.empty((5, 256))
+        assert Staging({many.memory.ptr: out}).target(many, [a]) is many  # eight rows at a time scale weights
+        with pytest.raises(ValueError, match="do not fit"):
+            Staging({h.memory.ptr: out}).target(h, [a])
 
 
 def test_subnormal_free_unpacking_gives_the_same(tmp_path):

@@ -6,7 +6,7 @@ rows (`t[:n]`) and hands tensors back. Activations are FP32. Nothing here alloca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,7 +102,9 @@ class Ops(Protocol):
     def embed(self, table: Matrix, token_ids: Tensor, x: Tensor) -> None:
         """x[t] = dequantised row token_ids[t]."""
 
-    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    # `readers`: all the matrices that will multiply the result next. A backend may then lay `out` out as they like it best;
+    # without them it is a plain tensor.
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, readers: Sequence[Matrix] = ()) -> None:
         """out = x / sqrt(mean(x^2) + eps) * weight, by rows (Zhang and Sennrich, 2019)."""
 
     def qkv(
@@ -122,14 +124,24 @@ class Ops(Protocol):
         """Rotates q in place; rotates k and stores k, v at (layer, row_slot[t], pos[t])."""
 
     def attention(
-        self, q: Tensor, kv: KVCache, layer: int, shape: StepShape, config: ModelConfig, ws: Workspace, out: Tensor
+        self,
+        q: Tensor,
+        kv: KVCache,
+        layer: int,
+        shape: StepShape,
+        config: ModelConfig,
+        ws: Workspace,
+        out: Tensor,
+        readers: Sequence[Matrix] = (),
     ) -> None:
         """Causal grouped-query attention of every segment over its slot's cached positions."""
 
     def project(self, h: Tensor, weight: Matrix, out: Tensor, *, bias: Tensor | None = None, add: bool = False) -> None:
         """out = h @ W.T + bias, or out += … with `add` (the residual stream)."""
 
-    def gate_up_swiglu(self, h: Tensor, gate: Matrix, up: Matrix, out: Tensor) -> None:
+    def gate_up_swiglu(
+        self, h: Tensor, gate: Matrix, up: Matrix, out: Tensor, readers: Sequence[Matrix] = ()
+    ) -> None:
         """out = silu(h @ gate.T) * (h @ up.T) (Shazeer, 2020)."""
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, ws: Workspace, shape: StepShape) -> None:

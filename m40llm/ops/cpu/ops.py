@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -211,7 +211,12 @@ class CpuOps:
         program.add(embed(table.type), table=table.data, token_ids=token_ids, x=x, rows=len(x), width=table.width)
 
     def rmsnorm(
-        self, x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]
+        self,
+        x: NDArray[np.float32],
+        weight: NDArray[np.float32],
+        eps: float,
+        out: NDArray[np.float32],
+        readers: Sequence[PackedMatrix] = (),
     ) -> None:
         self._rmsnorm(x, weight, eps, out, None)
 
@@ -291,6 +296,7 @@ class CpuOps:
         config: ModelConfig,
         ws: Workspace,
         out: NDArray[np.float32],
+        readers: Sequence[PackedMatrix] = (),
     ) -> None:
         program, scratch = self._recording
         group, half = config.n_heads // config.n_kv_heads, kv.layout.dtype == "f16"
@@ -336,7 +342,12 @@ class CpuOps:
         record_project(program, [Projection(weight, out, bias, add)], scratch.rows)
 
     def gate_up_swiglu(
-        self, h: NDArray[np.float32], gate: PackedMatrix, up: PackedMatrix, out: NDArray[np.float32]
+        self,
+        h: NDArray[np.float32],
+        gate: PackedMatrix,
+        up: PackedMatrix,
+        out: NDArray[np.float32],
+        readers: Sequence[PackedMatrix] = (),
     ) -> None:
         program, scratch = self._recording
         record_quantise(program, h, scratch.rows)

@@ -29,6 +29,7 @@ from m40llm.ops.cuda.memory import MemoryPlan
 from m40llm.ops.cuda.norm import swiglu
 from m40llm.ops.cuda.pack import CudaMatrix
 from m40llm.ops.cuda.project import GEMM_FROM_ROWS
+from m40llm.ops.cuda.staged import Staged
 from m40llm.ops.cuda.tensor import DeviceTensor
 from m40llm.plan import StepLimits
 
@@ -206,7 +207,7 @@ class Projections:
 
     def project(
         self,
-        x: DeviceTensor,
+        x: DeviceTensor | Staged,
         matrices: Sequence[CudaMatrix],
         outs: Sequence[DeviceTensor],
         biases: Sequence[DeviceTensor | None] | None = None,
@@ -215,7 +216,7 @@ class Projections:
     ) -> None:
         """As `project.project`."""
         given = biases if biases is not None else [None] * len(matrices)
-        if len(x) < GEMM_FROM_ROWS:
+        if isinstance(x, Staged) or len(x) < GEMM_FROM_ROWS:
             project.project(self._device, x, matrices, outs, given, add=add)
             return
         for matrix, out, bias in zip(matrices, outs, given, strict=True):
@@ -226,9 +227,11 @@ class Projections:
             else:
                 project.project(self._device, x, (self._packed.get(matrix.name, matrix),), (out,), (bias,), add=add)
 
-    def gate_up_swiglu(self, x: DeviceTensor, gate: CudaMatrix, up: CudaMatrix, out: DeviceTensor) -> None:
+    def gate_up_swiglu(
+        self, x: DeviceTensor | Staged, gate: CudaMatrix, up: CudaMatrix, out: DeviceTensor | Staged
+    ) -> None:
         """As `project.gate_up_swiglu`."""
-        if len(x) >= GEMM_FROM_ROWS:
+        if isinstance(x, DeviceTensor) and isinstance(out, DeviceTensor) and len(x) >= GEMM_FROM_ROWS:
             if gate.name in self._rows and self._up is not None:
                 second = self._up[: len(x)]
                 self._multiply(x, gate, out)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from m40llm.device.protocol import Device
+from m40llm.ops.cuda.staged import Staged, batch_of
 from m40llm.ops.cuda.tensor import DeviceTensor
 
 _NORM_THREADS = 256
@@ -19,7 +20,7 @@ def rmsnorm(
     x: DeviceTensor,
     weight: DeviceTensor,
     eps: float,
-    out: DeviceTensor,
+    out: DeviceTensor | Staged,
     *,
     rows: DeviceTensor | None = None,
     ldg: bool = False,
@@ -38,10 +39,14 @@ def rmsnorm(
         source,
         None if rows is None else rows.require("rows", (count,), np.int32),
         weight.require("the norm's weight", (width,)),
-        out.require("out", (count, width)),
+        out.memory if isinstance(out, Staged) else out.require("out", (count, width)),
         np.int32(width),
         np.float32(eps),
     )
+    if isinstance(out, Staged):
+        staged = (*args, np.int32(batch_of(count)), *(np.int32(number) for number in out.types))
+        device.launch(device.kernel(_module(ldg), "rmsnorm_staged_f32"), count, _NORM_THREADS, staged, stream=stream)
+        return
     device.launch(device.kernel(_module(ldg), "rmsnorm_f32"), count, _NORM_THREADS, args, stream=stream)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from m40llm.ops.cuda import attention, embed, norm, pack, reduce, rope, tensor
 from m40llm.ops.cuda.backend import LARGE_MODEL, ProjectionPlan, Projections
 from m40llm.ops.cuda.pack import CudaMatrix
 from m40llm.ops.cuda.rope import RopeTable
+from m40llm.ops.cuda.staged import MOST_ROWS, Staged, Staging, kernel_formats, staged_floats
 from m40llm.ops.cuda.tensor import DeviceTensor
 from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.ops.rope_table import rope_tables
@@ -50,6 +51,7 @@ class _Scratch:
     normed: DeviceTensor  # (R, D) f32 normalised rows whose logits are wanted
     attention: attention.Scratch
     argmax: reduce.ReduceScratch
+    staging: Staging  # of h, attn, act and normed
 
 
 class EagerStep:
@@ -170,11 +172,13 @@ class CudaOps:
         places = attention.scratch_places(
             self._device, limits.segments, config.n_heads, config.n_kv_heads, config.context_length
         )
+        h, attn = f32("h", rows, config.d_model), f32("attn", rows, config.q_width)
+        act, normed = f32("act", rows, config.d_ff), f32("normalised rows of the logits", wanted, config.d_model)
         blocks = attention.counters_per_segment(config.n_kv_heads, config.n_heads // config.n_kv_heads)
         scratch = _Scratch(
             packed=self._new((offsets["total"],), np.int32, "plan"),
             offsets=offsets,
-            normed=f32("normalised rows of the logits", wanted, config.d_model),
+            normed=normed,
             attention=attention.Scratch(
                 f32("partial attention", places * config.head_dim),
                 f32("partial softmax", places, 2),
@@ -184,18 +188,21 @@ class CudaOps:
                 self._new((wanted * reduce.argmax_blocks(vocab),), np.uint64, "partial argmax"),
                 self._put(np.zeros(wanted, np.uint32), "argmax counters"),
             ),
+            staging=Staging(
+                {t.memory.ptr: self._stage(t, versions) for t, versions in ((h, 2), (attn, 1), (act, 1), (normed, 1))}
+            ),
         )
         self._scratch = scratch
         self._projections.new_workspace(config, limits)
         return Workspace(
             plan={name: scratch.packed[offsets[name] : offsets["total"]] for name in PLAN_FIELDS},
             x=f32("x", rows, config.d_model),
-            h=f32("h", rows, config.d_model),
+            h=h,
             q=f32("q", rows, config.q_width),
             k=f32("k", rows, config.kv_width),
             v=f32("v", rows, config.kv_width),
-            attn=f32("attn", rows, config.q_width),
-            act=f32("act", rows, config.d_ff),
+            attn=attn,
+            act=act,
             logits=f32("logits", wanted, vocab),
             ids=self._new((wanted,), np.int32, "ids"),
         )
@@ -262,8 +269,16 @@ class CudaOps:
     def embed(self, table: CudaMatrix, token_ids: DeviceTensor, x: DeviceTensor) -> None:
         embed.embed(self._device, table, token_ids, x)
 
-    def rmsnorm(self, x: DeviceTensor, weight: DeviceTensor, eps: float, out: DeviceTensor) -> None:
-        norm.rmsnorm(self._device, x, weight, eps, out, ldg=self._norm_ldg)
+    def rmsnorm(
+        self,
+        x: DeviceTensor,
+        weight: DeviceTensor,
+        eps: float,
+        out: DeviceTensor,
+        readers: Sequence[CudaMatrix] = (),
+    ) -> None:
+        target = self._buffers().staging.target(out, readers)
+        norm.rmsnorm(self._device, x, weight, eps, target, ldg=self._norm_ldg)
 
     def qkv(
         self,
@@ -274,7 +289,7 @@ class CudaOps:
         k: DeviceTensor,
         v: DeviceTensor,
     ) -> None:
-        self._projections.project(h, weights, (q, k, v), biases)
+        self._projections.project(self._source(h), weights, (q, k, v), biases)
 
     def rope_append(
         self,
@@ -300,6 +315,7 @@ class CudaOps:
         config: ModelConfig,
         ws: Workspace,
         out: DeviceTensor,
+        readers: Sequence[CudaMatrix] = (),
     ) -> None:
         device, count, scratch = self._device, shape.segments, self._buffers()
         segments = attention.Segments(
@@ -329,10 +345,19 @@ class CudaOps:
         bias: DeviceTensor | None = None,
         add: bool = False,
     ) -> None:
-        self._projections.project(h, (weight,), (out,), (bias,), add=add)
+        self._projections.project(self._source(h), (weight,), (out,), (bias,), add=add)
 
-    def gate_up_swiglu(self, h: DeviceTensor, gate: CudaMatrix, up: CudaMatrix, out: DeviceTensor) -> None:
-        self._projections.gate_up_swiglu(h, gate, up, out)
+    def gate_up_swiglu(
+        self,
+        h: DeviceTensor,
+        gate: CudaMatrix,
+        up: CudaMatrix,
+        out: DeviceTensor,
+        readers: Sequence[CudaMatrix] = (),
+    ) -> None:
+        together = readers if kernel_formats((gate, up)) else ()
+        target = self._buffers().staging.target(out, together)
+        self._projections.gate_up_swiglu(self._source(h), gate, up, target)
 
     def logits(
         self,
@@ -346,8 +371,9 @@ class CudaOps:
         rows, scratch = shape.logit_rows, self._buffers()
         normed, logits = scratch.normed[:rows], ws.logits[:rows]
         wanted = ws.plan["logit_rows"][:rows]
-        norm.rmsnorm(self._device, x, norm_weight, eps, normed, rows=wanted, ldg=self._norm_ldg)
-        self._projections.project(normed, (weight,), (logits,))
+        target = scratch.staging.target(normed, (weight,))
+        norm.rmsnorm(self._device, x, norm_weight, eps, target, rows=wanted, ldg=self._norm_ldg)
+        self._projections.project(target, (weight,), (logits,))
         reduce.argmax(self._device, logits, ws.ids[:rows], scratch.argmax)
 
     def close(self) -> None:
@@ -358,6 +384,13 @@ class CudaOps:
         self._open.close()
 
     # -- buffers -------------------------------------------------------------------------------------
+    def _source(self, h: DeviceTensor) -> DeviceTensor | Staged:
+        return self._buffers().staging.source(h)
+
+    def _stage(self, t: DeviceTensor, versions: int) -> DeviceTensor:
+        """Room for up to MOST_ROWS rows of `t` staged for so many formats. Zeros: rows that a step lacks are read, too."""
+        return self._put(np.zeros(versions * staged_floats(t.shape[1], MOST_ROWS), np.float32), "staged rows")
+
     def _buffers(self) -> _Scratch:
         if self._scratch is None:
             raise RuntimeError("a step needs new_workspace() first")

@@ -10,6 +10,7 @@ import numpy as np
 
 from m40llm.device.protocol import Argument, Device
 from m40llm.ops.cuda.pack import GROUP, CudaMatrix
+from m40llm.ops.cuda.staged import MIXED, Staged, batch_of, kernel_formats
 from m40llm.ops.cuda.tensor import DeviceTensor
 
 _WARPS = 8  # of a project block; a warp owns a group of 4 weight rows
@@ -17,14 +18,6 @@ _GEMM_ROWS, _GEMM_COLUMNS, _GEMM_THREADS = 64, 128, 128
 _MATRICES = 3  # of one launch
 # A pass of 8 rows costs little more than reading the weights once; a GEMM tile computes 64 rows whether there or not.
 GEMM_FROM_ROWS = 33
-
-# Formats that one kernel handles together: what a K-quant file mixes within one layer. Other mixtures take a launch per type.
-MIXED: dict[frozenset[str], str] = {
-    frozenset(("q4_k", "q6_k")): "q4_k_q6_k",  # Q4_K_M
-    frozenset(("q5_k", "q6_k")): "q5_k_q6_k",  # Q5_K_M
-    frozenset(("q5_0", "q8_0")): "q5_0_q8_0",  # both of them where the width is no multiple of 256
-}
-
 
 _Job = tuple[CudaMatrix, Argument, Argument]  # matrix, out, bias
 
@@ -40,7 +33,7 @@ class _Mode(IntEnum):
 
 def project(
     device: Device,
-    x: DeviceTensor,
+    x: DeviceTensor | Staged,
     matrices: Sequence[CudaMatrix],
     outs: Sequence[DeviceTensor],
     biases: Sequence[DeviceTensor | None] | None = None,
@@ -51,7 +44,7 @@ def project(
     """outs[i] (T, N_i) = x (T, K) @ matrices[i].T + biases[i]; with `add`, outs[i] += that. All float32, contiguous.
 
     Up to 32 rows, up to three matrices of one type (or of types that one kernel handles) share a launch; so does Q, K, V.
-    Beyond that there is one launch per matrix.
+    Beyond that there is one launch per matrix. A staged x is for exactly the formats of these matrices.
 
     Raises:
         ValueError: a shape or dtype does not fit.
@@ -67,7 +60,7 @@ def project(
         )
         for m, out, b in zip(matrices, outs, given, strict=True)
     ]
-    if rows >= GEMM_FROM_ROWS:
+    if not isinstance(x, Staged) and rows >= GEMM_FROM_ROWS:
         for matrix, out, bias in jobs:
             _gemm(device, x, matrix, out, bias, mode, stream)
         return
@@ -76,11 +69,16 @@ def project(
 
 
 def gate_up_swiglu(
-    device: Device, x: DeviceTensor, gate: CudaMatrix, up: CudaMatrix, out: DeviceTensor, stream: Any = None
+    device: Device,
+    x: DeviceTensor | Staged,
+    gate: CudaMatrix,
+    up: CudaMatrix,
+    out: DeviceTensor | Staged,
+    stream: Any = None,
 ) -> None:
     """out (T, F) = silu(x @ gate.T) * (x @ up.T); x (T, K); float32 (Shazeer, 2020).
 
-    One launch up to 32 rows, two beyond; `out` must not overlap x.
+    One launch up to 32 rows, two beyond; `out` must not overlap x. A staged `out` needs gate and up in one launch.
 
     Raises:
         ValueError: a shape or dtype does not fit.
@@ -88,12 +86,18 @@ def gate_up_swiglu(
     rows = _check(x, (gate, up))
     if gate.rows != up.rows:
         raise ValueError(f"{gate.name} has {gate.rows} rows and {up.name} {up.rows}; gate and up must be alike")
+    launches = _launches([gate, up])
+    if isinstance(out, Staged):
+        if len(launches) > 1 or out.shape != (rows, gate.rows):
+            raise ValueError(f"{gate.name} and {up.name} cannot write {out.shape} staged")
+        staged_jobs: list[_Job] = [(gate, out.memory, None), (up, out.memory, None)]
+        _few_rows(device, x, launches[0][0], staged_jobs, _Mode.SWIGLU, stream, out.types[0])
+        return
     memory = out.require("the output of gate and up", (rows, gate.rows))
-    if rows >= GEMM_FROM_ROWS:
+    if not isinstance(x, Staged) and rows >= GEMM_FROM_ROWS:
         _gemm(device, x, gate, memory, None, _Mode.STORE, stream)
         _gemm(device, x, up, memory, None, _Mode.GATE, stream)
         return
-    launches = _launches([gate, up])
     if len(launches) == 1:
         jobs: list[_Job] = [(gate, memory, None), (up, memory, None)]
         _few_rows(device, x, launches[0][0], jobs, _Mode.SWIGLU, stream)
@@ -106,11 +110,9 @@ def _launches(matrices: Sequence[CudaMatrix]) -> list[tuple[str, list[int]]]:
     """(kernel name, indices into `matrices`) of the launches that projections of a few rows take together."""
     names = [m.fmt.name for m in matrices]
     everything = list(range(len(names)))
-    distinct = frozenset(names)
-    if len(names) <= _MATRICES and len(distinct) == 1:
-        return [(names[0], everything)]
-    if len(names) <= _MATRICES and distinct in MIXED:
-        return [(MIXED[distinct], everything)]
+    formats = kernel_formats(matrices)
+    if len(names) <= _MATRICES and formats:
+        return [(MIXED.get(frozenset(formats), formats[0]), everything)]
     launches: list[tuple[str, list[int]]] = []
     for name in dict.fromkeys(names):
         members = [i for i in everything if names[i] == name]
@@ -118,9 +120,17 @@ def _launches(matrices: Sequence[CudaMatrix]) -> list[tuple[str, list[int]]]:
     return launches
 
 
-def _few_rows(device: Device, x: DeviceTensor, kernel: str, jobs: Sequence[_Job], mode: _Mode, stream: Any) -> None:
+def _few_rows(
+    device: Device,
+    x: DeviceTensor | Staged,
+    kernel: str,
+    jobs: Sequence[_Job],
+    mode: _Mode,
+    stream: Any,
+    y_type: int = -1,
+) -> None:
     rows, columns = x.shape
-    batch = 1 if rows == 1 else 4 if rows <= 4 else 8
+    batch = batch_of(rows)
     used = 1 if mode is _Mode.SWIGLU else len(jobs)  # gate and up share their blocks
     blocks = sum(-(-m.rows // (GROUP * _WARPS)) for m, _, _ in jobs[:used])
     spare = [None] * (_MATRICES - len(jobs))
@@ -140,6 +150,8 @@ def _few_rows(device: Device, x: DeviceTensor, kernel: str, jobs: Sequence[_Job]
         np.int32(rows),
         np.int32(columns),
         np.int32(mode),
+        np.int32(isinstance(x, Staged)),
+        np.int32(y_type),
     ]
     function = device.kernel(f"project_{kernel}", f"project_{kernel}_r{batch}")
     device.launch(function, (blocks, -(-rows // batch)), 32 * _WARPS, args, stream=stream)
@@ -155,10 +167,15 @@ def _gemm(
     device.launch(function, grid, _GEMM_THREADS, (matrix.buffer, out, bias, x.memory, *sizes), stream=stream)
 
 
-def _check(x: DeviceTensor, matrices: Sequence[CudaMatrix]) -> int:
-    """Number of rows of x. Raises ValueError unless x is (T, K) float32 for every matrix."""
+def _check(x: DeviceTensor | Staged, matrices: Sequence[CudaMatrix]) -> int:
+    """Number of rows of x. Raises ValueError unless x is (T, K) float32 for every matrix, or staged for all of them."""
     if len(x.shape) != 2 or not x.shape[0]:
         raise ValueError(f"the input of a projection must have rows and columns, not shape {x.shape}")
+    if isinstance(x, Staged):
+        for matrix in matrices:
+            if x.formats != kernel_formats(matrices) or x.shape[1] != matrix.columns:
+                raise ValueError(f"x {x.shape}, staged for {x.formats}, is not for {matrix.name}")
+        return x.shape[0]
     for matrix in matrices:
         x.require(f"the input of {matrix.name}", (x.shape[0], matrix.columns))
     return x.shape[0]

@@ -1,0 +1,101 @@
+"""Activations as the projections of a few rows want them: scaled and permuted by the kernel that produces them.
+
+kernels/staged.cuh has the layout. A producer that knows which matrices will read its result asks `Staging.target` where to write,
+a projection asks `Staging.source` what to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from m40llm.device.buffers import DevicePointer
+from m40llm.gguf import TensorType
+from m40llm.ops.cuda.pack import FORMATS, CudaMatrix
+from m40llm.ops.cuda.tensor import DeviceTensor
+
+MOST_ROWS = 4  # kernels of more rows scale weights, not x
+_CHUNK, _SUMS = 1024, 64  # floats of a row in a chunk: values, sums
+_FLOATING = ("f32", "f16", "bf16")  # read x as it is
+
+# Formats that one kernel handles together, in alphabetical order: what a K-quant file mixes within one layer. Other mixtures
+# take a launch per type.
+MIXED: dict[frozenset[str], str] = {
+    frozenset(("q4_k", "q6_k")): "q4_k_q6_k",  # Q4_K_M
+    frozenset(("q5_k", "q6_k")): "q5_k_q6_k",  # Q5_K_M
+    frozenset(("q5_0", "q8_0")): "q5_0_q8_0",  # both of them where the width is no multiple of 256
+}
+
+
+def batch_of(rows: int) -> int:
+    """Rows of x that one block of a projection kernel serves."""
+    return 1 if rows == 1 else 4 if rows <= 4 else 8
+
+
+def kernel_formats(matrices: Sequence[CudaMatrix]) -> tuple[str, ...]:
+    """The formats of the kernel that handles all of these together, in its order; () if there is none."""
+    names = frozenset(m.fmt.name for m in matrices)
+    return tuple(sorted(names)) if len(names) == 1 or names in MIXED else ()
+
+
+def staged_floats(columns: int, rows: int) -> int:
+    """Size of one version of x (rows, columns), in float32 values."""
+    return -(-columns // _CHUNK) * batch_of(rows) * (_CHUNK + _SUMS)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """x (T, K) staged for one or two formats."""
+
+    memory: DevicePointer
+    shape: tuple[int, int]
+    formats: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def types(self) -> tuple[int, int]:
+        """The formats' GGML numbers as kernels take them: -1 for none."""
+        numbers = [int(_TYPES[name]) for name in self.formats]
+        return numbers[0], numbers[1] if len(numbers) > 1 else -1
+
+
+_TYPES: dict[str, TensorType] = {fmt.name: fmt.ggml for fmt in FORMATS.values()}
+
+
+def staged_formats(rows: int, readers: Sequence[CudaMatrix]) -> tuple[str, ...]:
+    """What a result of `rows` rows is staged for, if these matrices are all that reads it; () for a plain tensor."""
+    formats = kernel_formats(readers) if readers and rows <= MOST_ROWS else ()
+    return () if set(formats) & set(_FLOATING) else formats
+
+
+class Staging:
+    """Which tensors of a workspace hold their values staged, and where. Host state: it follows the order of launches.
+
+    Args:
+        buffers: for the tensors that may be staged, by address, float32 scratch of `staged_floats` for each version.
+    """
+
+    def __init__(self, buffers: Mapping[int, DeviceTensor]):
+        self._buffers = buffers
+        self._staged: dict[int, Staged] = {}
+
+    def target(self, out: DeviceTensor, readers: Sequence[CudaMatrix]) -> DeviceTensor | Staged:
+        """Where the producer of `out` (T, K) writes, when `readers` are all the matrices that read it."""
+        address = out.memory.ptr
+        self._staged.pop(address, None)
+        formats = staged_formats(len(out), readers)
+        buffer = self._buffers.get(address)
+        if buffer is None or not formats:
+            return out
+        rows, columns = out.shape
+        needed = len(formats) * staged_floats(columns, rows)
+        if needed > len(buffer):
+            raise ValueError(f"{needed} staged values do not fit into scratch of {len(buffer)}")
+        staged = self._staged[address] = Staged(buffer.memory, (rows, columns), formats)
+        return staged
+
+    def source(self, h: DeviceTensor) -> DeviceTensor | Staged:
+        """What a projection of `h` reads."""
+        return self._staged.get(h.memory.ptr, h)
