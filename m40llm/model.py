@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
+from typing import Any
 
 from m40llm.config import ModelConfig, RuntimeOptions
 from m40llm.device.choose import DeviceChoice, choose_device, open_device
 from m40llm.gguf import GGUFFile
 from m40llm.kv import KVLayout
 from m40llm.kv.prefix_cache import CacheIdentity
+from m40llm.ops.profile import StepLogs, StepProfile
 from m40llm.ops.protocol import Ops
 from m40llm.plan import StepLimits
 from m40llm.session import DecodeSession
@@ -36,6 +38,7 @@ class Model:
     load_s: float
     cache_identity: CacheIdentity  # what its keys and values depend on
     notes: tuple[str, ...] = ()  # lines for the user: what was decided for this model, and why
+    profile: StepProfile | None = None  # with options.profile
 
     @classmethod
     def open(
@@ -71,7 +74,7 @@ class Model:
             layout = KVLayout.for_model(config, options.slots, context, options.kv_dtype)
             check_tensors(file, config)
             identity = CacheIdentity.of(file, config, layout, f"{choice.kind} {options.resolved_activation_bits}")
-            ops, notes = _open_ops(choice, options, file, config, layout, limits, on_compile)
+            ops, notes, profile = _open_ops(choice, options, file, config, layout, limits, on_compile)
             try:
                 weights = load_weights(file, config, ops, context, progress)
             except BaseException:
@@ -86,7 +89,17 @@ class Model:
         )
         load_s = time.perf_counter() - started
         return cls(
-            config, tokenizer, template, session, choice.kind, choice.reason, description, load_s, identity, notes
+            config,
+            tokenizer,
+            template,
+            session,
+            choice.kind,
+            choice.reason,
+            description,
+            load_s,
+            identity,
+            notes,
+            profile,
         )
 
     def close(self) -> None:
@@ -110,30 +123,56 @@ def _open_ops(
     layout: KVLayout,
     limits: StepLimits,
     on_compile: OnCompile | None,
-) -> tuple[Ops, tuple[str, ...]]:
-    """The backend for the chosen device, and notes for the user. What it cannot run is refused before weights are read."""
+) -> tuple[Ops, tuple[str, ...], StepProfile | None]:
+    """The backend for the chosen device, notes for the user, the profile if one is kept. What the backend cannot run is
+    refused before weights are read."""
     if choice.kind == "cpu":
-        from m40llm.ops.cpu import CpuOps  # Numba takes a second to import; the other backends do without
-
-        return CpuOps(options.threads, options.cpu_isa, options.resolved_activation_bits, on_compile), ()
+        return _open_cpu(options, on_compile)
     from m40llm.ops.cuda import CudaOps, check_model, memory_plan, plan_projections
+    from m40llm.ops.cuda.counted import CountedOps
 
     check_model(config, options.kv_dtype)
     device = open_device(choice, on_compile=on_compile)
     try:
+        emulated = choice.kind == "emulator"
         memory = memory_plan(file, config, layout, limits)
-        projections = plan_projections(
-            file, config, options, limits, memory, device, emulated=choice.kind == "emulator"
-        )
+        projections = plan_projections(file, config, options, limits, memory, device, emulated=emulated)
         projections.added_to(memory).check(device.memory_info()[0])
-        ops = CudaOps(
-            device,
-            decode_graph=options.decode_graph,
-            cache_experiment=options.cache_experiment,
-            projections=projections,
-            time_replays=options.decode_graph_diag_sync,
-        )
-        return ops, (f"projections: {projections.reason}",)
+        settings: dict[str, Any] = {
+            "decode_graph": options.decode_graph,
+            "cache_experiment": options.cache_experiment,
+            "projections": projections,
+            "time_replays": options.decode_graph_diag_sync,
+        }
+        notes = (f"projections: {projections.reason}",)
+        logs = StepLogs(options.launch_log, options.sync_log, options.alloc_log)
+        if not (options.profile or logs.any):
+            return CudaOps(device, **settings), notes, None
+        counted = CountedOps(device, timed=options.profile, emulated=emulated, logs=logs, **settings)
+        return counted, notes, counted.profile if options.profile else None
     except BaseException:
         device.close()
         raise
+
+
+def _open_cpu(options: RuntimeOptions, on_compile: OnCompile | None) -> tuple[Ops, tuple[str, ...], StepProfile | None]:
+    from m40llm.ops.cpu import CpuOps  # Numba takes a second to import; the other backends do without
+    from m40llm.ops.cpu.profiled import ProfiledCpuOps
+
+    unused = [
+        flag
+        for flag, given in (
+            ("--projection-backend", options.projection_backend != "auto"),
+            ("--decode-graph", options.decode_graph),
+            ("--launch-log", options.launch_log),
+            ("--sync-log", options.sync_log),
+            ("--alloc-log", options.alloc_log),
+        )
+        if given
+    ]
+    notes = (f"without effect on the CPU: {', '.join(unused)}",) if unused else ()
+    settings = (options.threads, options.cpu_isa, options.resolved_activation_bits, on_compile)
+    if not options.profile:
+        return CpuOps(*settings), notes, None
+    profiled = ProfiledCpuOps(*settings)
+    return profiled, notes, profiled.profile

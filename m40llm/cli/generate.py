@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,16 +33,17 @@ it stands, which is also what happens to models without a template.""",
 @click.argument("prompt")
 @click.option("--system", help="System message for the chat template.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt as plain text.")
+@click.option("--profile", is_flag=True, help="Count and time every group of operations; a table on stderr at the end.")
 @sampling_options
 @runtime_options
 @json_flag
-def command(model: str, prompt: str, system: str | None, raw: bool, as_json: bool, **flags: Any) -> None:
+def command(model: str, prompt: str, system: str | None, raw: bool, profile: bool, as_json: bool, **flags: Any) -> None:
     """Answer PROMPT with MODEL; PROMPT - reads stdin.
 
     The text is streamed to stdout; progress and a summary go to stderr.
     """
     sampling = sampling_from(flags)
-    options = runtime_from(flags)
+    options = replace(runtime_from(flags), profile=profile)
     from m40llm.cli.lines import read_text
     from m40llm.cli.loading import open_engine
     from m40llm.cli.model_arg import resolve_model
@@ -58,6 +60,10 @@ def command(model: str, prompt: str, system: str | None, raw: bool, as_json: boo
             if not result.text.endswith("\n"):
                 click.echo("")
             print(summary(engine, result), file=sys.stderr)
+        if profile and engine.model.profile is not None:
+            from m40llm.cli.profile_table import profile_table
+
+            print(profile_table(engine.model.profile), file=sys.stderr)
 
 
 def follow(generation: Generation, *, show: bool) -> GenerationResult:
@@ -104,6 +110,7 @@ def summary(engine: Engine, result: GenerationResult) -> str:
 def as_object(engine: Engine, result: GenerationResult) -> dict[str, Any]:
     """What --json prints. Times in seconds."""
     timings = result.timings
+    profile = engine.model.profile
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -120,4 +127,5 @@ def as_object(engine: Engine, result: GenerationResult) -> dict[str, Any]:
             "prefill_tok_s": timings.prefill_tok_s,
             "decode_tok_s": timings.decode_tok_s,
         },
+        **({} if profile is None else {"profile": profile.as_dict()}),
     }

@@ -46,6 +46,10 @@ class Counters:
         earlier = before.as_dict()
         return Counters(**{name: value - earlier[name] for name, value in self.as_dict().items()})
 
+    def __add__(self, other: Counters) -> Counters:
+        more = other.as_dict()
+        return Counters(**{name: value + more[name] for name, value in self.as_dict().items()})
+
 
 @dataclass(frozen=True)
 class Kernel:
