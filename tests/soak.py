@@ -14,6 +14,7 @@ import asyncio
 import json
 import math
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -39,6 +40,7 @@ SHARED = "You are a careful assistant. " * 20  # a beginning that several prompt
 GREEDY_TOKENS = 24
 TIE = 0.05  # difference of two tokens' log-probabilities below which another kernel shape may turn their order round
 MEMORY_TOLERANCE = 0.05
+PATIENCE = 300.0  # seconds; on a busy machine everything takes long, and that is no fault
 BAD_BODIES: tuple[tuple[str, bytes], ...] = (
     ("/generate", b"{"),
     ("/generate", b"\xff\xfe"),
@@ -136,7 +138,7 @@ class Life:
         """Every page of the KV cache is touched once: memory that comes later is a leak."""
         ids = [5] * (self._options.context - 8)
         prompts = [[10 + slot, *ids] for slot in range(self._options.slots)]
-        reply = self._server.post("/v1/completions", {"prompt": prompts, "max_tokens": 4})
+        reply = self._server.ask("POST", "/v1/completions", {"prompt": prompts, "max_tokens": 4}, seconds=PATIENCE)
         assert reply.status == 200, reply.body
 
     def _ask_alone(self, prompt: str) -> Alone:
@@ -157,7 +159,7 @@ class Life:
     def _look(self) -> None:
         """The server at rest: nothing runs, nothing waits, nothing is missing."""
         server = self._server
-        server.wait_for(server.idle)
+        server.wait_for(server.idle, PATIENCE)
         ended = self._total("m40llm_requests_total{")
         try:
             server.wait_for(lambda: len(server.requests) == self._total("m40llm_requests_total{"), 5)
@@ -185,7 +187,7 @@ class Life:
         load = asyncio.create_task(self._load(seconds + 1))
         await asyncio.sleep(seconds * self._rng.uniform(0.2, 1))
         self._stopping = True
-        code = await asyncio.to_thread(self._server.stop)
+        code = await asyncio.to_thread(self._server.stop, signal.SIGTERM, PATIENCE)
         self._until = 0
         await load
         if code != 0:
@@ -215,7 +217,7 @@ class Life:
             self._looks: 1,
             self._crowd: 1,
         }
-        async with aiohttp.ClientSession(self._server.url, timeout=aiohttp.ClientTimeout(total=120)) as session:
+        async with aiohttp.ClientSession(self._server.url, timeout=aiohttp.ClientTimeout(total=PATIENCE)) as session:
             while time.monotonic() < self._until:
                 (kind,) = self._rng.choices(list(kinds), list(kinds.values()))
                 try:
