@@ -39,7 +39,7 @@ from m40llm.device.roofline import (
     stale_modules,
     to_json,
 )
-from m40llm.device.sources import kernel_source
+from m40llm.device.sources import kernel_modules, kernel_source
 from m40llm.gguf import TensorType
 from m40llm.kv.layout import KVLayout
 from m40llm.ops.cuda import attention, project
@@ -87,7 +87,7 @@ _CLASSES = {
 }
 CLASS_OF = {opcode: name for name, opcodes in _CLASSES.items() for opcode in opcodes.split()}
 _MEMORY = {"LDS": "shared", "STS": "shared", "ATOMS": "shared"} | dict.fromkeys(
-    ("LDG", "STG", "LD", "ST", "ATOM", "RED"), "memory"
+    ("LDG", "STG", "LDL", "STL", "LD", "ST", "ATOM", "RED"), "memory"
 )
 
 
@@ -454,11 +454,13 @@ def print_speeds(names: tuple[str, ...], context: int, costs: Mapping[str, Kerne
 def main(write: bool, check: bool, nvdisasm: Path | None, context: int, columns: tuple[int, ...]) -> None:
     """Instructions against bytes of every kernel, and predicted tokens per second."""
     if write:
+        # before anything is compiled: a source that changes meanwhile leaves a table that is stale, not one that is wrong
+        digests = {module: source_digest(module) for module in kernel_modules()}
         try:
             costs = make_table(nvdisasm or find_nvdisasm())
         except FileNotFoundError as error:
             raise click.ClickException(str(error)) from None
-        sources = {module: source_digest(module) for module in sorted({cost.module for cost in costs.values()})}
+        sources = {cost.module: digests[cost.module] for cost in costs.values()}
         version = ".".join(map(str, nvrtc.for_arch("sm_52").version))
         note = {"made by": "bench/sm52_model.py --write", "compiler": f"NVRTC {version}", "counts": "warp instructions"}
         COSTS_FILE.write_text(to_json(sources, costs, note), encoding="utf-8")
