@@ -95,8 +95,8 @@ _LLAMA_8B = ("llama", 4096, 32, 8, 128, 14336, 128256)
 SHAPES = {
     shape.name: shape
     for shape in (
-        ModelShape("tiny-q4_1", "llama", 256, 4, 2, 64, 768, 4096, alike(8, Q4_1), Q8_0, Q8_0),
-        ModelShape("tiny-q4_k_m", "qwen2", 512, 4, 1, 128, 1536, 4096, q4_k_m(8), Q6_K, Q6_K),
+        ModelShape("tiny-q4_1", "llama", 1024, 8, 2, 64, 2048, 2048, alike(8, Q4_1), Q8_0, Q8_0),
+        ModelShape("tiny-q4_k_m", "qwen2", 1024, 8, 1, 128, 2048, 2048, q4_k_m(8), Q6_K, Q6_K),
         ModelShape("smollm2-135m-q4_1", "llama", 576, 9, 3, 64, 1536, 49152, alike(30, Q4_1), Q8_0, Q8_0),
         ModelShape("qwen2.5-1.5b-q4_k_m", "qwen2", 1536, 12, 2, 128, 8960, 151936, q4_k_m(28), Q6_K, Q6_K),
         ModelShape("qwen2.5-3b-q8_0", *_QWEN_3B, alike(36, Q8_0), Q8_0, Q8_0),
