@@ -74,6 +74,7 @@ class Options:
 
     def server_options(self) -> tuple[str, ...]:
         sizes = {"slots": self.slots, "ctx-per-slot": self.context, "token-budget": 128, "max-queue": self.queue}
+        sizes["cache-ram-mb"] = 16  # full after the warm-up, so that what grows later is a leak
         more = {"heartbeat-seconds": 1, "drain-seconds": 5, "idle-timeout": 20}
         return tuple(word for name, value in (sizes | more).items() for word in (f"--{name}", str(value)))
 
@@ -135,11 +136,12 @@ class Life:
 
     # -- the quiet ---------------------------------------------------------------------------------
     def _fill_every_slot(self) -> None:
-        """Every page of the KV cache is touched once: memory that comes later is a leak."""
+        """Every page of the KV cache is touched once, and what was there goes to the cache in RAM: what comes later is a leak."""
         ids = [5] * (self._options.context - 8)
-        prompts = [[10 + slot, *ids] for slot in range(self._options.slots)]
-        reply = self._server.ask("POST", "/v1/completions", {"prompt": prompts, "max_tokens": 4}, seconds=PATIENCE)
-        assert reply.status == 200, reply.body
+        for first in (10, 50):
+            prompts = [[first + slot, *ids] for slot in range(self._options.slots)]
+            reply = self._server.ask("POST", "/v1/completions", {"prompt": prompts, "max_tokens": 4}, seconds=PATIENCE)
+            assert reply.status == 200, reply.body
 
     def _ask_alone(self, prompt: str) -> Alone:
         """As a stream: its pieces add up to the text, which the tokens' own texts do not where one is part of a character."""
