@@ -48,7 +48,7 @@ export function answerView(message, actions) {
     details.hidden = !message.reasoning;
     if (message.reasoning !== shown.reasoning) thought.replaceChildren(renderMarkdown(message.reasoning));
     const thinking = running && !message.content;
-    summary.textContent = thinking ? "Thinking…" : message.stats?.thought ? `Thought for ${number(message.stats.thought, 1)} s` : "Reasoning";
+    summary.textContent = thinking ? "Thinking…" : message.stats?.thought != null ? `Thought for ${number(message.stats.thought, 1)} s` : "Reasoning";
     details.open = openByUser ?? thinking;
     if (message.content !== shown.content) body.replaceChildren(renderMarkdown(message.content));
     shown = { content: message.content, reasoning: message.reasoning };
