@@ -42,6 +42,23 @@ def test_a_long_prompt_is_caught_up_in_chunks_beside_decodes() -> None:
     assert third.plan.logit_rows.tolist() == [0, 7]
 
 
+def test_prompts_beside_decodes_are_read_in_smaller_chunks() -> None:
+    scheduler = Scheduler(n_slots=3, token_budget=512)
+    scheduler.add(Sequence([1, 2]))
+    _run(scheduler)
+    long, other = Sequence(list(range(1000))), Sequence(list(range(2000, 2100)))
+    scheduler.add(long)
+    scheduler.add(other)
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.counts == (1, 128)  # one decode, then 128 rows for all prompts together
+    scheduler.commit(step)
+    scheduler.finish(step.sequences[0])
+    alone = scheduler.schedule()
+    assert alone is not None
+    assert alone.counts == (512,)  # nobody waits for it now
+
+
 def test_interactive_requests_pass_background_ones() -> None:
     scheduler = Scheduler(n_slots=1, token_budget=4)
     slow, quick = Sequence([1], "background"), Sequence([2])
