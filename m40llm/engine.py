@@ -424,9 +424,7 @@ class Engine:
         return gaps
 
     def _sample(self, generation: Generation, result: StepResult, row: int) -> FinishReason | None:
-        token_id = (
-            generation.sampler.sample(result.logits[row]) if generation.sampler.needs_logits else int(result.ids[row])
-        )
+        token_id = generation.next_token(result, row)
         top = generation.params.logprobs
         return generation.accept(token_id, None if top is None else token_logprobs(result.logits[row], token_id, top))
 

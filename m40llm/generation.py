@@ -12,6 +12,7 @@ from typing import Literal
 from m40llm.config import SamplingParams
 from m40llm.sampling import Constraint, Sampler, StopChecker, TokenLogprobs
 from m40llm.scheduler import Priority, Sequence
+from m40llm.session import StepResult
 from m40llm.text import StreamDetokenizer, Tokenizer
 
 State = Literal["created", "queued", "running", "settling", "completed", "cancelled", "failed"]
@@ -228,6 +229,15 @@ class Generation:
     def prefilled(self) -> None:
         if self._stream and not self._output:  # a preempted request's second prefill is nobody's business
             self._post(PrefillEvent(self.sequence.num_computed, self.sequence.prompt_tokens))
+
+    def next_token(self, result: StepResult, row: int) -> int:
+        """Chooses from as little of the step's outcome as the request needs: an id, a few candidates, a row of logits."""
+        sampler = self.sampler
+        if not sampler.needs_logits:
+            return int(result.ids[row])
+        few = sampler.enough_candidates if self.params.logprobs is None else 0  # those want the whole row anyhow
+        best = result.candidates(row, few) if few else None
+        return sampler.sample(result.logits[row]) if best is None else sampler.sample_candidates(*best)
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
         """Takes one sampled token: records it, emits what is final, and says whether the request ends here and why."""

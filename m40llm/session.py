@@ -21,17 +21,27 @@ from m40llm.weights import ModelWeights
 # Recorded steps are small, but shapes of prefill chunks are many; decode shapes (few rows) stay.
 _MAX_RECORDED_STEPS = 64
 
+Candidates = tuple[NDArray[np.int32], NDArray[np.float32]]  # ids, logits
+
 
 class StepResult:
     """A step's outputs on the host, one row per entry of the plan's `logit_rows`.
 
     `ids` (R,) int32 are the greedy tokens. `logits` (R, V) float32 are valid until the next step and fetched when first
-    asked for: a device then copies megabytes, which greedy requests have no use for.
+    asked for: a device then copies megabytes, which greedy requests have no use for, nor do those that are content with
+    `candidates`.
     """
 
-    def __init__(self, ids: NDArray[np.int32], read_logits: Callable[[], NDArray[np.float32]]):
+    def __init__(
+        self,
+        ids: NDArray[np.int32],
+        read_logits: Callable[[], NDArray[np.float32]],
+        read_candidates: Callable[[int], Candidates | None],
+    ):
         self.ids = ids
         self._read_logits = read_logits
+        self._read_candidates = read_candidates
+        self._candidates: Candidates | None = None
         self._logits: NDArray[np.float32] | None = None
 
     @property
@@ -39,6 +49,19 @@ class StepResult:
         if self._logits is None:
             self._logits = self._read_logits()
         return self._logits
+
+    def candidates(self, row: int, count: int) -> Candidates | None:
+        """Ids and logits, both (count,), of a row's largest logits: descending, equals by ascending id; until the next step.
+
+        None where `logits` is as near, for more than the device selects, and for a row whose largest logit is not finite:
+        the whole row tells why.
+        """
+        if self._candidates is None or self._candidates[0].shape[1] < count:
+            self._candidates = self._read_candidates(count)
+        if self._candidates is None:
+            return None
+        ids, logits = self._candidates
+        return (ids[row, :count], logits[row, :count]) if np.isfinite(logits[row, 0]) else None
 
 
 class DecodeSession:
@@ -90,7 +113,11 @@ class DecodeSession:
         step.run()
         rows = shape.logit_rows
         ids = self._ops.read_ids(self._ws, rows)
-        return StepResult(ids, partial(self._ops.read_logits, self._ws, rows))
+        return StepResult(
+            ids,
+            partial(self._ops.read_logits, self._ws, rows),
+            partial(self._ops.read_candidates, self._ws, rows),
+        )
 
     def read_kv(self, slot: int, start: int, stop: int) -> NDArray:
         """K and V of positions `start .. stop` of a slot: (2, L, n, KH, HD) in the KV storage type, K first.

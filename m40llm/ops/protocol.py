@@ -88,6 +88,14 @@ class Ops(Protocol):
     def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
         """Logits (R, V) as a host array, valid until the next step; called after `read_ids`, if at all."""
 
+    def read_candidates(
+        self, ws: Workspace, rows: int, count: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
+        """Ids and logits, both (R, count), of each row's largest logits: descending, equals by ascending id.
+
+        None where logits lie in host memory anyhow, or for more of them than the device selects.
+        """
+
     # -- between steps ---------------------------------------------------------------------------
     def read_kv(self, kv: KVCache, slot: int, start: int, stop: int) -> NDArray:
         """K and V of positions `start .. stop` of a slot as a new host array (2, L, n, KH, HD), K first; waits."""
@@ -139,9 +147,7 @@ class Ops(Protocol):
     def project(self, h: Tensor, weight: Matrix, out: Tensor, *, bias: Tensor | None = None, add: bool = False) -> None:
         """out = h @ W.T + bias, or out += … with `add` (the residual stream)."""
 
-    def gate_up_swiglu(
-        self, h: Tensor, gate: Matrix, up: Matrix, out: Tensor, readers: Sequence[Matrix] = ()
-    ) -> None:
+    def gate_up_swiglu(self, h: Tensor, gate: Matrix, up: Matrix, out: Tensor, readers: Sequence[Matrix] = ()) -> None:
         """out = silu(h @ gate.T) * (h @ up.T) (Shazeer, 2020)."""
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, ws: Workspace, shape: StepShape) -> None:

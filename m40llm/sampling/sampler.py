@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,16 @@ class Sampler:
         return not self.params.greedy or self._penalises or len(self._bias_ids) > 0 or self._constrained
 
     @property
+    def enough_candidates(self) -> int:
+        """How many of the largest raw logits decide the next token, for `sample_candidates`; 0: all are needed.
+
+        Top-k comes first where there is no constraint, bias or penalty, and nothing after it looks at the others.
+        """
+        top_k = self.params.top_k
+        adjusts = self._penalises or len(self._bias_ids) > 0 or self._constrained
+        return top_k if not adjusts and not self.params.greedy and 0 < top_k < self.vocab_size else 0
+
+    @property
     def _constrained(self) -> bool:
         return self.constraint is not None and self.constraint.active
 
@@ -111,10 +122,23 @@ class Sampler:
         params = self.params
         if params.greedy:
             return best
-        ids: NDArray[np.intp] | None = None  # None: x is still the whole vocabulary
         if 0 < params.top_k < len(x):
             ids = candidates.largest(x, params.top_k)
-            x = x[ids]
+            return self._draw(x[ids], ids)
+        return self._draw(x, None)
+
+    def sample_candidates(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
+        """As `sample`, from the `enough_candidates` largest logits alone (k,) f32 and their ids (k,), in any order.
+
+        Draws the same token as `sample` from the whole row. The largest logit must be finite.
+        """
+        order = np.argsort(ids)
+        kept = order[logits[order] > -np.inf]
+        return self._draw(logits[kept], ids[kept])
+
+    def _draw(self, x: NDArray[np.float32], ids: NDArray[Any] | None) -> int:
+        """The chain from top-p on. ``ids`` are the tokens of ``x``, ascending; None: ``x`` is the whole vocabulary."""
+        params = self.params
         if params.top_p < 1:
             keep = candidates.nucleus(x, params.top_p)
             ids, x = keep if ids is None else ids[keep], x[keep]

@@ -187,6 +187,9 @@ class CpuOps:
     def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
         return ws.logits[:rows]
 
+    def read_candidates(self, ws: Workspace, rows: int, count: int) -> None:
+        """Logits are in host memory: there is nothing to select before they travel."""
+
     # -- between steps ---------------------------------------------------------------------------
     def read_kv(self, kv: KVCache, slot: int, start: int, stop: int) -> NDArray:
         return np.stack((kv.k[:, slot, start:stop], kv.v[:, slot, start:stop]))

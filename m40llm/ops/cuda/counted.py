@@ -123,6 +123,9 @@ class CountedOps(CudaOps):
     def read_logits(self, ws: Workspace, rows: int) -> NDArray[np.float32]:
         return self._between("logits to host", super().read_logits, ws, rows)
 
+    def read_candidates(self, *args: Any, **kwargs: Any) -> Any:
+        return self._between("candidates to host", super().read_candidates, *args, **kwargs)
+
     # -- between steps -------------------------------------------------------------------------------
     def read_kv(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
         return self._between("KV to host", super().read_kv, *args, **kwargs)

@@ -8,6 +8,7 @@ from m40llm.config import ModelConfig
 from m40llm.device.errors import DeviceError
 from m40llm.gguf import GGUFFile
 from m40llm.kv.layout import KVLayout
+from m40llm.ops.cuda import reduce
 from m40llm.ops.cuda.pack import packed_bytes
 from m40llm.plan import StepLimits, plan_offsets
 
@@ -49,5 +50,7 @@ def memory_plan(file: GGUFFile, config: ModelConfig, layout: KVLayout, limits: S
         weights += 4 * info.columns if len(info.shape) == 1 else packed_bytes(info.type, info.rows, info.columns)
     widths = 2 * config.d_model + 2 * config.q_width + 2 * config.kv_width + config.d_ff
     step = 4 * (limits.rows * widths + limits.logit_rows * (config.vocab_size + config.d_model))
+    most = reduce.most_candidates(config.vocab_size)
+    step += limits.logit_rows * 8 * (reduce.topk_partials(config.vocab_size, most) + most)
     rope = 4 * layout.context * config.rope.dim
     return MemoryPlan(weights + rope, layout.nbytes, step + 4 * plan_offsets(limits)["total"])

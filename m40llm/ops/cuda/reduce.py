@@ -14,6 +14,7 @@ _THREADS = 256
 _ARGMAX_BLOCKS = 48  # of a row: two for each of a Tesla M40's multiprocessors
 _ARGMAX_CHUNK = 4096  # logits of a block, at least
 _TOPK_CHUNK = 4096  # TOPK_CHUNK in reduce.cu: logits of a block, and candidates that the last block merges
+_MOST_CANDIDATES = 64  # selected one after the other: with many more, copying all logits is quicker
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,11 @@ class ReduceScratch:
 def argmax_blocks(vocab: int) -> int:
     """Blocks, and partial results, of one row in `argmax`."""
     return min(_ARGMAX_BLOCKS, -(-vocab // _ARGMAX_CHUNK))
+
+
+def most_candidates(vocab: int) -> int:
+    """How many of `vocab` logits `topk` is asked for at most: what samplers use, and what the kernel can."""
+    return min(_MOST_CANDIDATES, vocab, _TOPK_CHUNK // -(-vocab // _TOPK_CHUNK))
 
 
 def topk_partials(vocab: int, k: int) -> int:
