@@ -377,6 +377,10 @@ class _Walker:
             position, length = values[1] & 255, values[1] >> 8 & 255
             result = values[0] >> position & ((1 << length) - 1)
             return result if "U32" in modifiers or not length else _signed(result, length)
+        if opcode == "BFI":  # the low bits of the first operand, put into the third
+            position, length = values[1] & 255, values[1] >> 8 & 255
+            mask = ((1 << length) - 1) << position
+            return values[2] & ~mask & MASK | values[0] << position & mask
         if opcode == "XMAD":
             factor = self._value(sources[1].removesuffix(".H1").removesuffix(".H0"))
             return None if factor is None else _xmad(modifiers, *values, factor)

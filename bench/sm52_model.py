@@ -192,7 +192,7 @@ def projections(recorder: Recorder, kinds: tuple[TensorType, ...], module: str) 
             if is_staged and (rows > STAGED_ROWS or kinds[0] in FLOATS):
                 continue
             name = cost_name(f"{module}_r{rows}", module, kinds[0], is_staged)
-            yield Subject(name, staged(launch) if is_staged else launch, 4, 12, "1024 columns")
+            yield Subject(name, staged(launch) if is_staged else launch, 2, 12, "1024 columns")
 
 
 def subjects(recorder: Recorder) -> Iterator[Subject]:
