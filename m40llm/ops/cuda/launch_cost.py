@@ -24,7 +24,6 @@ _PROJECT = re.compile(r"project_\w+_r(\d+)$")
 _ATTENTION = re.compile(r"attention_(decode|prefill)_hd(\d+)")
 _ROWS_PER_BLOCK = 32  # of weights: 8 warps with 4 each
 _WARPS = {"project": 8, "gemm": 4, "attention": 4}
-_SWIGLU = (3, 4)  # ProjectMode in kernels/project.cuh: plain, staged
 _KEYS_PER_SHARE = 128  # of decode attention: a block's keys are a multiple of it
 _FLOAT_BYTES = 4
 _KV_BYTES = 2 * 2  # K and V of one element, float16
@@ -72,8 +71,7 @@ def _cost(costs: Mapping[str, KernelCost], name: str) -> KernelCost:
 
 def _projection(launch: RecordedLaunch, costs: Mapping[str, KernelCost]) -> tuple[Cycles, float]:
     rows, columns = launch.integer("rows"), launch.integer("columns")
-    batches, swiglu = launch.grid[1], launch.integer("mode") in _SWIGLU
-    staged = bool(launch.arguments.get("staged"))
+    batches, staged = launch.grid[1], bool(launch.arguments.get("staged"))
     cycles, nbytes = Cycles(), float(rows * columns * _FLOAT_BYTES)
     for i in range(3):
         weights = launch.arguments[f"w{i}"]
