@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,17 @@ def test_the_groups_add_up_to_the_devices_counters(tiny: Path) -> None:
     total = sum((group.counters for group in ops.profile.groups.values()), Counters())
     assert total == asked
     assert ops.profile.steps == 2
+
+
+def test_times_are_added_once(tiny: Path) -> None:
+    """A group's seconds lie within the steps, however many there are."""
+    ops = CountedOps(EmulatorDevice("fast"), timed=True, emulated=True, logs=StepLogs())
+    with open_session(tiny, ops) as session:
+        began = time.perf_counter()
+        for position in range(8):
+            session.run(one_token(position))
+        wall = time.perf_counter() - began
+    assert 0 < sum(group.seconds or 0.0 for group in ops.profile.groups.values()) <= wall
 
 
 def test_a_graph_is_one_group(tiny: Path) -> None:

@@ -80,72 +80,93 @@ def plan_projections(
     """
     if options.projection_backend == "large-model":
         return ProjectionPlan("large-model", "large-model, as asked: weights stay compact")
-    free = device.memory_info()[0]
-    groups = _groups(file, config, options.cublas)
-    wanted = sum(nbytes for _, nbytes in groups)
-    scratch = 4 * limits.rows * config.d_ff if options.cublas else 0
-    room = free - memory.total - scratch - RESERVE_BYTES
-    budget = None if options.materialize_budget_mb is None else options.materialize_budget_mb * _MIB
-    if options.projection_backend == "auto":
-        return _automatic(options, limits, memory, device, groups, wanted, scratch, free, room, budget, emulated)
-    if options.cublas:
-        _require_cublas(device)
+    estimate = _Estimate(
+        groups=_groups(file, config, options.cublas),
+        memory=memory,
+        scratch=4 * limits.rows * config.d_ff if options.cublas else 0,
+        free=device.memory_info()[0],
+        budget=None if options.materialize_budget_mb is None else options.materialize_budget_mb * _MIB,
+    )
+    if options.projection_backend == "fast-fits":
+        if options.cublas:
+            _require_cublas(device)
+        return _as_much_as_fits(estimate, options.cublas)
+    against = _reason_against(estimate, options, limits, emulated)
+    if against is None:
+        try:
+            _require_cublas(device)
+        except DeviceUnavailable as error:
+            against = error.reason
+    if against is not None:
+        return ProjectionPlan("large-model", f"large-model (auto), since {against}")
+    reason = f"fast-fits (auto), since {estimate.sum} MiB fit into {_mib(estimate.free)} MiB free"
+    names = frozenset(name for members, _ in estimate.groups for name in members)
+    return ProjectionPlan("fast-fits", reason, True, names, estimate.wanted, estimate.scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """Bytes. `groups` are (names, bytes in FP32) of what is materialised together, `budget` the user's (None: none)."""
+
+    groups: Sequence[tuple[tuple[str, ...], int]]
+    memory: MemoryPlan
+    scratch: int
+    free: int
+    budget: int | None
+
+    @property
+    def wanted(self) -> int:
+        return sum(nbytes for _, nbytes in self.groups)
+
+    @property
+    def room(self) -> int:
+        return self.free - self.memory.total - self.scratch - RESERVE_BYTES
+
+    @property
+    def sum(self) -> str:
+        memory = self.memory
+        return (
+            f"weights {_mib(memory.weights)} + FP32 copies {_mib(self.wanted)} + workspace "
+            f"{_mib(memory.workspace + self.scratch)} + KV {_mib(memory.kv)}"
+        )
+
+
+def _as_much_as_fits(estimate: _Estimate, cublas: bool) -> ProjectionPlan:
+    """fast-fits, as asked for: in the order of layers, what the budget holds."""
+    room, budget = estimate.room, estimate.budget
+    available = max(0, room if budget is None else min(room, budget))
     names: list[str] = []
-    taken, available = 0, max(0, room if budget is None else min(room, budget))
-    for members, nbytes in groups:
+    taken = 0
+    for members, nbytes in estimate.groups:
         if taken + nbytes <= available:
             names += members
             taken += nbytes
-    total = sum(len(members) for members, _ in groups)
-    how = "cuBLAS" if options.cublas else "our own GEMM"
+    total = sum(len(members) for members, _ in estimate.groups)
+    how = "cuBLAS" if cublas else "our own GEMM"
     reason = f"fast-fits, as asked: {len(names)} of {total} matrices in FP32 ({_mib(taken)} MiB) for {how}"
     if len(names) < total:
         limit = "--materialize-budget-mb" if budget is not None and budget <= room else "the memory that is free"
-        left = f"{total - len(names)} matrices stay compact: {_mib(wanted)} MiB would be over {limit}"
+        left = f"{total - len(names)} matrices stay compact: {_mib(estimate.wanted)} MiB would be over {limit}"
         log.warning("fast-fits: %s (%d MiB)", left, _mib(available))
         reason += f"; {left}"
-    return ProjectionPlan("fast-fits", reason, options.cublas, frozenset(names), taken, scratch if names else 0)
+    return ProjectionPlan("fast-fits", reason, cublas, frozenset(names), taken, estimate.scratch if names else 0)
 
 
-def _automatic(
-    options: RuntimeOptions,
-    limits: StepLimits,
-    memory: MemoryPlan,
-    device: Device,
-    groups: Sequence[tuple[tuple[str, ...], int]],
-    wanted: int,
-    scratch: int,
-    free: int,
-    room: int,
-    budget: int | None,
-    emulated: bool,
-) -> ProjectionPlan:
-    """All or nothing: half a model in FP32 takes memory for half of the gain."""
-
-    def compact(why: str) -> ProjectionPlan:
-        return ProjectionPlan("large-model", f"large-model (auto), since {why}")
-
+def _reason_against(estimate: _Estimate, options: RuntimeOptions, limits: StepLimits, emulated: bool) -> str | None:
+    """Why `auto` keeps weights compact. All or nothing: half a model in FP32 takes memory for half of the gain."""
+    wanted, budget = estimate.wanted, estimate.budget
     if not options.cublas:
-        return compact("cuBLAS is off, and FP32 weights would gain nothing without it")
+        return "cuBLAS is off, and FP32 weights would gain nothing without it"
     if emulated:
-        return compact("the emulator dequantises more slowly than it multiplies")
+        return "the emulator dequantises more slowly than it multiplies"
     if limits.rows < GEMM_FROM_ROWS:
-        return compact(f"no step has more than {limits.rows} rows; cuBLAS is for {GEMM_FROM_ROWS} and more")
-    estimate = (
-        f"weights {_mib(memory.weights)} + FP32 copies {_mib(wanted)} + workspace {_mib(memory.workspace + scratch)} + KV "
-        f"{_mib(memory.kv)} MiB"
-    )
+        return f"no step has more than {limits.rows} rows; cuBLAS is for {GEMM_FROM_ROWS} and more"
     if budget is not None and wanted > budget:
-        return compact(f"FP32 copies of {_mib(wanted)} MiB are over --materialize-budget-mb {_mib(budget)}")
-    if wanted > room:
-        return compact(f"{estimate} and a reserve of {_mib(RESERVE_BYTES)} do not fit into {_mib(free)} MiB free")
-    try:
-        _require_cublas(device)
-    except DeviceUnavailable as error:
-        return compact(error.reason)
-    reason = f"fast-fits (auto), since {estimate} fit into {_mib(free)} MiB free"
-    names = frozenset(name for members, _ in groups for name in members)
-    return ProjectionPlan("fast-fits", reason, True, names, wanted, scratch)
+        return f"FP32 copies of {_mib(wanted)} MiB are over --materialize-budget-mb {_mib(budget)}"
+    if wanted > estimate.room:
+        reserve = f"a reserve of {_mib(RESERVE_BYTES)} MiB"
+        return f"{estimate.sum} MiB and {reserve} do not fit into {_mib(estimate.free)} MiB free"
+    return None
 
 
 def _groups(file: GGUFFile, config: ModelConfig, cublas: bool) -> list[tuple[tuple[str, ...], int]]:
