@@ -24,7 +24,9 @@ from m40llm.ops.cuda import CudaOps, MemoryPlan, ProjectionPlan, memory_plan, pl
 from m40llm.ops.cuda.backend import RESERVE_BYTES, Projections
 from m40llm.ops.cuda.bias import spread_bias
 from m40llm.ops.cuda.pack import load_matrix
-from m40llm.plan import StepLimits
+from m40llm.plan import Segment, StepLimits, StepPlan
+from m40llm.session import DecodeSession
+from m40llm.weights import load_weights
 from tests.cuda_reference import ALL_TYPES, Bench, product_error
 from tests.test_cuda_ops import ROWS, SLOTS, generate, open_session
 from tests.test_cuda_project import TOLERANCE, silu
@@ -176,6 +178,25 @@ def test_a_model_gives_the_cpus_tokens(
     assert device.live_buffers() == []
 
 
+def test_a_captured_step_multiplies_by_cublas_too(path: Path, file: GGUFFile) -> None:
+    """33 sequences decode together: enough rows, and a shape that graphs replay."""
+    config, limits = ModelConfig.from_gguf(file), StepLimits(33, 33, 33)
+    plan = decide(file, projection_backend="fast-fits", limits=limits)[0]
+    ids: dict[bool, list[list[int]]] = {True: [], False: []}
+    for graphs in ids:
+        device = EmulatorDevice("fast")
+        ops = CudaOps(device, decode_graph=graphs, projections=plan)
+        weights = load_weights(file, config, ops, 8)
+        with DecodeSession(config, weights, ops, slots=33, context=8, kv_dtype="f16", limits=limits) as session:
+            for position in range(3):
+                segments = [Segment(slot, position, [slot + 7 * position], [0]) for slot in range(33)]
+                ids[graphs].append(session.run(StepPlan.pack(segments)).ids.tolist())
+        # a graph's are counted twice: in the eager first step, and when they are captured
+        assert device.counters.gemms == 7 * config.n_layers * (2 if graphs else 3)
+        assert device.counters.replays == (2 if graphs else 0)
+    assert ids[True] == ids[False]
+
+
 # -- decisions -------------------------------------------------------------------------------------------------
 
 
@@ -275,8 +296,6 @@ def test_the_command_line_and_the_environment_choose(
 
 def test_replays_are_timed_when_asked(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = RuntimeOptions(device="emulator", decode_graph=True, decode_graph_diag_sync=True, ctx=32)
-    from m40llm.plan import Segment, StepPlan
-
     with Model.open(path, options) as model, caplog.at_level(logging.INFO, "m40llm.steps"):
         for position in range(3):
             model.session.run(StepPlan.pack([Segment(0, position, [7], [0])]))
