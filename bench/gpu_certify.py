@@ -47,6 +47,7 @@ from m40llm.device.choose import DeviceChoice, choose_device
 from m40llm.device.errors import DeviceError
 from m40llm.device.protocol import Device
 from m40llm.device.roofline import CARDS, ERROR_NOTE
+from m40llm.device.sources import KERNEL_DIR
 from m40llm.gguf import GGUFFile
 from m40llm.prediction import predict, weights_of_file
 
@@ -55,16 +56,15 @@ GOLDEN_BOUNDS = {"mean": 0.003, "max": 0.03}
 PREDICTED = {"M40": "m40-24g", "P40": "p40"}  # part of the driver's name for the card
 
 
-def open_device(choice: DeviceChoice, kernel_dir: Path | None = None) -> Device:
-    """Like `m40llm.device.choose.open_device`, with the kernels of a folder of ours."""
-    folder = {} if kernel_dir is None else {"kernel_dir": kernel_dir}
+def open_device(choice: DeviceChoice, kernel_dir: Path = KERNEL_DIR) -> Device:
+    """Like `m40llm.device.choose.open_device`, but with the kernels of another folder."""
     if choice.card is None:
         from m40llm.device.emulator import EmulatorDevice
 
-        return EmulatorDevice("fast", **folder)
+        return EmulatorDevice("fast", kernel_dir=kernel_dir)
     from m40llm.device.cuda import CudaDevice
 
-    return CudaDevice(choice.card, **folder)
+    return CudaDevice(choice.card, kernel_dir=kernel_dir)
 
 
 def environment(choice: DeviceChoice) -> dict[str, Any]:

@@ -383,7 +383,7 @@ class _Walker:
             return values[2] & ~mask & MASK | values[0] << position & mask
         if opcode == "XMAD":
             factor = self._value(sources[1].removesuffix(".H1").removesuffix(".H0"))
-            return None if factor is None else _xmad(modifiers, *values, factor)
+            return None if factor is None else _xmad(modifiers, values[0], values[1], values[2], factor)
         return None
 
 

@@ -164,7 +164,7 @@ def _attention(recorder: Recorder, head_dim: int, group: int, rows: int, keys: i
         recorder.integers(ws.plan[name], *getattr(plan, name).tolist())
     if rows == 1:  # the launcher would give each block one tile of each warp: here one block has them all
         whole = attention.splits_for
-        attention.splits_for = lambda *_: 1  # type: ignore[assignment]
+        attention.splits_for = lambda *_: 1
         try:
             ops.attention(ws.q, kv, 0, plan.shape, config, ws, ws.attn)
         finally:
