@@ -268,12 +268,12 @@ struct Group {
     return (4 * units * (F::UNIT_BYTES + F::Scale::RAW) + 4 * (units >> 3) * F::Scale::SUPER + 15) & ~15;
   }
   M40_INLINE Group(const u8* matrix, int group, int columns) : units((columns + 31) >> 5) {
-    base = matrix + (size_t)(u32)group * (u32)bytes(units);
+    base = matrix + (size_t)((u32)group * ((u32)bytes(units) / 16)) * 16;  // fewer instructions: up to 64 GB
   }
   M40_INLINE int chunk_units(int unit) const { return min(32, units - (unit & ~31)); }
-  M40_INLINE const u8* scales(int unit) const { return base + (units * (4 * F::UNIT_BYTES) + unit * (4 * F::Scale::RAW)); }
+  M40_INLINE const u8* scales(int unit) const { return base + ((u32)units * (4 * F::UNIT_BYTES) + (u32)unit * (4 * F::Scale::RAW)); }
   M40_INLINE const u8* supers(int unit) const {
-    return base + (units * (4 * (F::UNIT_BYTES + F::Scale::RAW)) + (unit >> 3) * (4 * F::Scale::SUPER));
+    return base + ((u32)units * (4 * (F::UNIT_BYTES + F::Scale::RAW)) + ((u32)unit >> 3) * (4 * F::Scale::SUPER));
   }
 };
 
@@ -285,9 +285,10 @@ struct UnitPlace {
   const u8* extra;
   u32 extra_pitch;
 
-  M40_INLINE UnitPlace(const Group<F>& w, int unit) {
-    const u32 width = w.chunk_units(unit), lane = unit & 31;
-    const u8* chunk = w.base + (u32)(unit & ~31) * (4 * F::UNIT_BYTES);
+  M40_INLINE UnitPlace(const Group<F>& w, int unit)
+      : UnitPlace(w.base + (u32)(unit & ~31) * (4 * F::UNIT_BYTES), w.chunk_units(unit), unit & 31) {}
+  // Unit `lane` of a chunk of `width` units.
+  M40_INLINE UnitPlace(const u8* chunk, u32 width, u32 lane) {
     main = chunk + lane * 16;
     main_pitch = width * 16;
     extra = chunk + width * (64 * F::Bits::STEPS) + lane * F::Bits::EXTRA;

@@ -102,7 +102,7 @@ rmsnorm_staged_f32(const float* x, const int* rows, const float* weight, float* 
   const int row = rows ? rows[blockIdx.x] : blockIdx.x;
   const float4* from = reinterpret_cast<const float4*>(x + (size_t)row * D);
   const auto load = [=](int i) { return NORM_LOAD(from + i); };
-  const StagedWriter first(staged, batch, D, type0), second(staged + staged_floats(D, batch), batch, D, type1);
+  const StagedWriter first(staged, batch, type0), second(staged + staged_floats(D, batch), batch, type1);
   const auto put = [=](int i, float4 value, bool inside) {
     first.put4(blockIdx.x, 4 * i, value, inside);
     if (type1 >= 0) second.put4(blockIdx.x, 4 * i, value, inside);

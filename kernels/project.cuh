@@ -12,7 +12,8 @@ constexpr int PROJECT_THREADS = 32 * PROJECT_WARPS;
 // Pieces of a chunk are 33 float4 apart: staging writes one unit's eight pieces at once, without a bank conflict.
 constexpr int PIECE_PITCH = 33;
 
-enum ProjectMode { PROJECT_STORE, PROJECT_ADD, PROJECT_GATE, PROJECT_SWIGLU };
+// PROJECT_BIASED comes on top of the others, where a matrix has a bias.
+enum ProjectMode { PROJECT_STORE, PROJECT_ADD, PROJECT_GATE, PROJECT_SWIGLU, PROJECT_SWIGLU_STAGED, PROJECT_BIASED = 8 };
 
 M40_INLINE float silu(float x) { return x / (1.f + expf(-x)); }
 
@@ -31,13 +32,25 @@ M40_INLINE int again(int value) {
   return value;
 }
 
+// Before Volta a warp needs nothing to be in step, but ptxas moves no instruction across, which keeps its register count down.
+M40_INLINE void scheduling_fence() {
+#if defined(__CUDACC_RTC__) && __CUDA_ARCH__ < 700
+  __syncwarp(__activemask());
+#endif
+}
+
 template <int BATCH>
 struct Staged {
   // Chunks of 1024 columns that are in shared memory at once: 17 KB for one row, 34 KB for more.
   static constexpr int CHUNKS = BATCH == 1 ? 4 : 8 / BATCH;
   float4 x[CHUNKS][BATCH][8 * PIECE_PITCH];
-  float sums[CHUNKS][BATCH][2 * 32];  // of a unit, or of its halves
+  float sums[CHUNKS][BATCH * 2 * 32];  // of a unit, or of its halves
   float gate[PROJECT_THREADS];        // each thread's own: a register less while the second matrix is multiplied
+
+  // Four rows' sums are one vector load; those of eight are apart, since theirs would be two with bank conflicts.
+  M40_INLINE static int sum_at(int row, int half, int unit) {
+    return BATCH == 4 ? (half * 32 + unit) * 4 + row : row * 64 + half * 32 + unit;
+  }
 };
 
 // Columns [32 * first_unit, ...) of the x rows of batch blockIdx.y into shared memory; zeros beyond x. One pass of the block
@@ -45,7 +58,7 @@ struct Staged {
 template <class F, int BATCH>
 M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int columns, int first_unit, int chunks) {
   typedef typename F::Bits Bits;
-  const int unit = threadIdx.x >> 3, piece = threadIdx.x & 7;
+  const int thread = again(threadIdx.x), unit = thread >> 3, piece = thread & 7;
   if (BATCH == 1) {
     rows = 1;
   } else {
@@ -102,33 +115,32 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
         if (count > 1 && upper) row += count / 2;
       }
       if ((piece & (LANES / AT_ONCE - 1)) == 0) {
-        shared.sums[chunk][row][(HALVES == 1 ? 0 : piece >> 2) * 32 + unit] =
+        shared.sums[chunk][shared.sum_at(row, HALVES == 1 ? 0 : piece >> 2, unit)] =
             sums[0] * (sum_factor<F>() * power_of_two(-RESULT_EXPONENT));
       }
     }
   }
 }
 
-// The same for x that its producer has staged; `first_chunk` of `of_chunks`.
+// The same for x that its producer has staged: chunks [first, of_chunks), or as many of them as there is room for.
 template <int BATCH>
-M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int first_chunk, int chunks, int of_chunks) {
-  constexpr int CHUNKS = Staged<BATCH>::CHUNKS, VALUES = BATCH * STAGED_CHUNK / 4, SUMS = BATCH * STAGED_SUMS / 4;
-  const int thread = threadIdx.x;
-  const float4* from = reinterpret_cast<const float4*>(staged) + (first_chunk * VALUES + thread);
-  float4* to = shared.x[0][0] + (thread >> 5) * PIECE_PITCH + (thread & 31);
+M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int first, int of_chunks) {
+  constexpr int VALUES = BATCH * STAGED_CHUNK / 4, SUMS = BATCH * STAGED_SUMS / 4;
+  const u32 thread = again(threadIdx.x);
+  const float4* from = reinterpret_cast<const float4*>(staged) + ((u32)first * (VALUES + SUMS) + thread);
+  float4* to = shared.x[0][0] + thread + (thread >> 5) * (PIECE_PITCH - 32);
+  float4* sums = reinterpret_cast<float4*>(shared.sums[0]) + thread;
+  const int chunks = min(of_chunks - first, Staged<BATCH>::CHUNKS);
 #pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+  for (int chunk = 0; chunk < Staged<BATCH>::CHUNKS; chunk++) {
     if (chunk >= chunks) break;
     float4 v[BATCH];
 #pragma unroll
-    for (int b = 0; b < BATCH; b++) v[b] = __ldg(from + chunk * VALUES + b * 256);
+    for (int b = 0; b < BATCH; b++) v[b] = __ldg(from + chunk * (VALUES + SUMS) + b * 256);
 #pragma unroll
     for (int b = 0; b < BATCH; b++) to[(chunk * BATCH + b) * 8 * PIECE_PITCH] = v[b];
   }
-  if (thread < chunks * SUMS) {
-    reinterpret_cast<float4*>(shared.sums[0][0])[thread] =
-        __ldg(reinterpret_cast<const float4*>(staged) + (of_chunks * VALUES + first_chunk * SUMS + thread));
-  }
+  if ((int)thread < chunks * SUMS) *sums = __ldg(from + thread / SUMS * VALUES + VALUES);
 }
 
 // Bits of four rows' scales or supers, brought by one load.
@@ -159,25 +171,39 @@ M40_INLINE void add_piece(const float4& x, const float (&weights)[4], float& sum
   sum = weight_fma(x.w, weights[3], sum);
 }
 
-// acc[4 * b + r] += this lane's share of row r of the group times row b of x, over the staged units [begin, end).
+// Where a lane is in a group: pointers that move on by a chunk cost fewer instructions than offsets.
+template <class F>
+struct Cursor {
+  const u8 *chunk, *scale, *super;
+  int left;  // units of a row from this chunk on
+
+  M40_INLINE Cursor(const Group<F>& w, int lane) : chunk(w.base), scale(w.scales(lane)), super(w.supers(lane)), left(w.units) {}
+  M40_INLINE void advance() {
+    chunk += 32 * 4 * F::UNIT_BYTES, scale += 32 * 4 * F::Scale::RAW, super += 4 * 4 * F::Scale::SUPER;
+    left -= 32;
+  }
+};
+
+// acc[4 * b + r] += this lane's share of row r of the group times row b of x, over the chunks in shared memory.
 template <class F, int BATCH>
-M40_INLINE void accumulate(const Group<F>& w, int begin, int end, const Staged<BATCH>& shared, float (&acc)[4 * BATCH]) {
+M40_INLINE void accumulate(Cursor<F>& at, const Staged<BATCH>& shared, float (&acc)[4 * BATCH]) {
   typedef typename F::Bits Bits;
   typedef typename F::Scale Scale;
   constexpr int PIECES = 8 / Bits::STEPS;
   // Low and high nibbles of a word are pieces P and P + 4: neighbours in this order, unless halves are scaled apart.
   constexpr bool EARLY = Scaling<F, BATCH>::EARLY;
   constexpr bool PAIRED = Bits::BITS == 4 && Scale::HALVES == 1;
-  // Where ptxas would run out of registers for four rows of x, the sums are scaled and cleared in the middle of the unit, too.
-  constexpr bool EASED = BATCH == 4 && Scale::MINIMUM && Scale::HALVES == 1;
+  // Where ptxas would run out of registers for four rows of x, it may not mix the halves of a unit.
+  constexpr bool EASED = BATCH == 4 && Scale::SUPER == 4 && Scale::HALVES == 1 && Bits::BITS == 4;
   const int lane = threadIdx.x & 31;
   const float4* x = shared.x[0][0] + lane;
-  const float* sums = shared.sums[0][0] + lane;
+  const float* sums = shared.sums[0] + shared.sum_at(0, 0, lane);
+  const int least = max(lane, at.left - 32 * Staged<BATCH>::CHUNKS);  // no unit of its own in the last chunk: a lane is done
 #pragma unroll 1
-  for (int unit = begin + lane; unit < end; unit += 32, x += BATCH * 8 * PIECE_PITCH, sums += BATCH * 2 * 32) {
-    const UnitPlace<F> place(w, unit);
-    const FourRows<Scale::RAW> raw(w.scales(unit));
-    const FourRows<Scale::SUPER> super(w.supers(unit));
+  for (; at.left > least; at.advance(), x += BATCH * 8 * PIECE_PITCH, sums += BATCH * 2 * 32) {
+    const UnitPlace<F> place(at.chunk, min(32, at.left), lane);
+    const FourRows<Scale::RAW> raw(at.scale);
+    const FourRows<Scale::SUPER> super(at.super);
     float part[4 * BATCH], scales[4];
     static_for<0, Bits::STEPS>([&](auto s) {
       constexpr int S = decltype(s)::value;
@@ -188,23 +214,27 @@ M40_INLINE void accumulate(const Group<F>& w, int begin, int end, const Staged<B
         constexpr int I = decltype(i)::value, P = S * PIECES + I;
         constexpr int HALF = Scale::HALVES == 2 ? P >> 2 : 0;
         constexpr bool FIRST = P == 0 || (Scale::HALVES == 2 && P == 4);
-        constexpr bool LAST = P == 7 || ((Scale::HALVES == 2 || EASED) && P == 3);
-        if constexpr (EASED && P == 4) {
-#pragma unroll
-          for (int i = 0; i < 4 * BATCH; i++) part[i] = 0.f;
-        }
+        constexpr bool LAST = P == 7 || (Scale::HALVES == 2 && P == 3);
+        if constexpr (EASED && P == 4) scheduling_fence();
         if constexpr (FIRST && !F::FLOATING) {
+          float sum[BATCH];
+          if constexpr (BATCH == 4) {
+            const float4 four = *reinterpret_cast<const float4*>(sums + shared.sum_at(0, HALF, 0));
+            sum[0] = four.x, sum[1] = four.y, sum[2] = four.z, sum[3] = four.w;
+          } else {
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) sum[b] = sums[shared.sum_at(b, HALF, 0)];
+          }
           static_for<0, 4>([&](auto r) {
             constexpr int R = decltype(r)::value;
             const Affine a = Scale::affine(raw.template row<R>(), super.template row<R>(), HALF);
             scales[R] = a.scale * power_of_two(Scaling<F, BATCH>::WEIGHT);
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
-              const float sum = sums[b * 64 + HALF * 32];
               if constexpr (EARLY || Scale::MINIMUM) {
-                acc[4 * b + R] = fmaf(Scale::MINIMUM ? a.minimum : a.scale, sum, acc[4 * b + R]);
+                acc[4 * b + R] = fmaf(Scale::MINIMUM ? a.minimum : a.scale, sum[b], acc[4 * b + R]);
               }
-              if constexpr (!EARLY) part[4 * b + R] = Scale::MINIMUM ? 0.f : sum;
+              if constexpr (!EARLY) part[4 * b + R] = Scale::MINIMUM ? 0.f : sum[b];
             }
           });
         }
@@ -285,24 +315,23 @@ M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const Input& 
   float acc[4 * BATCH];
 #pragma unroll
   for (int i = 0; i < 4 * BATCH; i++) acc[i] = 0.f;
-  int begin = 0;
+  Cursor<F> at(w, threadIdx.x & 31);
+  const int of_chunks = staged_chunks(in.columns);
+  int first = 0;
 #pragma unroll 1
   do {
-    const int end = min(w.units, begin + 32 * Staged<BATCH>::CHUNKS);
     if (!kept) {
-      const int chunks = (end - begin + 31) >> 5;
       __syncthreads();  // nobody reads the previous segment any more
       if (BATCH <= 4 && !F::FLOATING && in.staged) {
-        const float* version = in.x + VERSION * staged_floats(in.columns, BATCH);
-        copy_staged<BATCH>(shared, version, begin >> 5, chunks, staged_chunks(in.columns));
+        copy_staged<BATCH>(shared, in.x + VERSION * staged_floats(in.columns, BATCH), first, of_chunks);
       } else {
-        stage<F, BATCH>(shared, in.x, in.rows, in.columns, begin, chunks);
+        stage<F, BATCH>(shared, in.x, in.rows, in.columns, first * 32, min(of_chunks - first, Staged<BATCH>::CHUNKS));
       }
       __syncthreads();
     }
-    if (inside) accumulate<F, BATCH>(w, begin, end, shared, acc);
-    begin += 32 * Staged<BATCH>::CHUNKS;
-  } while (begin < w.units);
+    if (inside) accumulate<F, BATCH>(at, shared, acc);
+    first += Staged<BATCH>::CHUNKS;
+  } while (first < of_chunks);
   const float sum = scattered_sum<4 * BATCH>(acc);
   return F::FLOATING ? sum : sum * power_of_two(RESULT_EXPONENT);
 }
@@ -318,16 +347,14 @@ M40_INLINE float dot_of_type(int type, Staged<BATCH>& shared, const u8* base, in
   }
 }
 
-M40_INLINE int project_blocks(int n) { return (n + 31) >> 5; }  // of 8 warps with 4 rows each
-
-// Which of the launch's matrices a block works on, and which group of its rows a warp.
+// Which of the launch's matrices a block works on, and which group of its rows a warp. Blocks of the second matrix begin at
+// `first1`, those of the third at `first2`; a block has 8 warps with 4 rows each.
 struct Job {
   int matrix, group;
 
-  M40_INLINE Job(int block, int warp, int n0, int n1, int mode) {
-    const int blocks0 = project_blocks(n0), blocks1 = project_blocks(n1);
-    matrix = mode == PROJECT_SWIGLU || block < blocks0 ? 0 : block < blocks0 + blocks1 ? 1 : 2;
-    group = (block - (matrix == 0 ? 0 : matrix == 1 ? blocks0 : blocks0 + blocks1)) * PROJECT_WARPS + warp;
+  M40_INLINE Job(int block, int warp, int first1, int first2) {
+    matrix = block < first1 ? 0 : block < first2 ? 1 : 2;
+    group = (block - (matrix == 0 ? 0 : matrix == 1 ? first1 : first2)) * PROJECT_WARPS + warp;
   }
 };
 
@@ -336,53 +363,60 @@ M40_INLINE T pick(int matrix, T a, T b, T c) {
   return matrix == 0 ? a : matrix == 1 ? b : c;
 }
 
-// y0 is staged for a reader of type `y_type` with PROJECT_SWIGLU, unless that is -1.
+// With PROJECT_SWIGLU_STAGED y0 is staged for a reader of type `y_type`.
 template <int BATCH, class... Formats>
 M40_INLINE void project(
     const u8* w0, const u8* w1, const u8* w2, float* y0, float* y1, float* y2, const float* bias0, const float* bias1,
-    const float* bias2, int n0, int n1, int n2, int type0, int type1, int type2, const Input& in, int mode, int y_type) {
+    const float* bias2, int n0, int n1, int n2, int first1, int first2, int type0, int type1, int type2, const Input& in, int mode,
+    int y_type) {
   __shared__ Staged<BATCH> shared;
+  constexpr bool MIXED = sizeof...(Formats) > 1;
   float value;
   {
-    const Job job(blockIdx.x, threadIdx.x >> 5, n0, n1, mode);
+    const Job job(blockIdx.x, threadIdx.x >> 5, first1, first2);
     const u8* w = pick(job.matrix, w0, w1, w2);
     const int n = pick(job.matrix, n0, n1, n2);
-    int type = pick(job.matrix, type0, type1, type2), kept = 0;
+    int type = MIXED ? pick(job.matrix, type0, type1, type2) : 0, kept = 0;
     // One body for gate and up: a loop keeps the code, and the registers, of the unpacking single.
 #pragma unroll 1
-    for (int more = mode == PROJECT_SWIGLU;; more = 0) {
+    for (int more = mode == PROJECT_SWIGLU || mode == PROJECT_SWIGLU_STAGED;; more = 0) {
       value = dot_of_type<BATCH, 0, Formats...>(type, shared, w, n, in, job.group, kept);
       if (!more) break;
       shared.gate[threadIdx.x] = value;
       w = w1;
-      kept = BATCH <= 4 && type == type1 && in.columns <= 1024 * Staged<BATCH>::CHUNKS;
+      kept = BATCH <= 4 && (!MIXED || type == type1) && in.columns <= 1024 * Staged<BATCH>::CHUNKS;
       type = type1;
     }
   }
 
   const int thread = again(threadIdx.x), lane = thread & 31;
-  const Job job(again(blockIdx.x), thread >> 5, n0, n1, mode);
   constexpr int LANES = 32 / (4 * BATCH);  // that hold the same value
-  const int n = pick(job.matrix, n0, n1, n2), row = job.group * 4 + (lane / LANES & 3);
+  const Job job(again(blockIdx.x), thread >> 5, first1, first2);
+  const int matrix = job.matrix, n = pick(matrix, n0, n1, n2), row = job.group * 4 + (lane / LANES & 3);
   const int t = (BATCH == 1 ? 0 : blockIdx.y * BATCH) + lane / (4 * LANES);
-  if (BATCH <= 4 && mode == PROJECT_SWIGLU && y_type >= 0) {
+  if (BATCH <= 4 && mode == PROJECT_SWIGLU_STAGED) {
     // The block's 32 rows are a unit of whoever reads them: they meet, and warp t writes them for row t of x.
     value *= silu(shared.gate[thread]);
     __syncthreads();
-    if (lane % LANES == 0) shared.gate[(lane / (4 * LANES)) * 32 + (row & 31)] = value;
+    if ((lane & (LANES - 1)) == 0) shared.gate[(lane / (4 * LANES)) * 32 + (row & 31)] = value;
     __syncthreads();
     if (thread >> 5 < in.rows) {
-      StagedWriter(y0, BATCH, n, y_type).put1(thread >> 5, blockIdx.x * 32 + lane, shared.gate[thread]);
+      StagedWriter(y0, BATCH, y_type).put1(thread >> 5, blockIdx.x * 32 + lane, shared.gate[thread]);
     }
     return;
   }
-  if (lane % LANES != 0 || row >= n || t >= in.rows) return;
-  const float* bias = pick(job.matrix, bias0, bias1, bias2);
-  float* out = pick(job.matrix, y0, y1, y2) + (size_t)t * n + row;
-  if (bias) value += bias[row];
-  if (mode == PROJECT_ADD) value += *out;
-  if (mode == PROJECT_GATE) value *= silu(*out);
-  if (mode == PROJECT_SWIGLU) value *= silu(shared.gate[thread]);
+  if ((lane & (LANES - 1)) || row >= n || t >= in.rows) return;
+  float* out = pick(matrix, y0, y1, y2) + ((u32)t * (u32)n + (u32)row);  // 32 rows at most
+  if (mode != PROJECT_STORE) {
+    if (mode & PROJECT_BIASED) {
+      const float* bias = pick(matrix, bias0, bias1, bias2);
+      if (bias) value += bias[row];
+    }
+    const int how = mode & ~PROJECT_BIASED;
+    if (how == PROJECT_ADD) value += *out;
+    if (how == PROJECT_GATE) value *= silu(*out);
+    if (how == PROJECT_SWIGLU) value *= silu(shared.gate[thread]);
+  }
   *out = value;
 }
 
@@ -390,10 +424,10 @@ M40_INLINE void project(
   extern "C" __global__ void __launch_bounds__(256, BLOCKS) project_##NAME##_r##BATCH(                                 \
       const unsigned char* __restrict__ w0, const unsigned char* __restrict__ w1, const unsigned char* __restrict__ w2, \
       float* y0, float* y1, float* y2, const float* __restrict__ bias0, const float* __restrict__ bias1,               \
-      const float* __restrict__ bias2, int n0, int n1, int n2, int type0, int type1, int type2,                        \
+      const float* __restrict__ bias2, int n0, int n1, int n2, int first1, int first2, int type0, int type1, int type2, \
       const float* __restrict__ x, int rows, int columns, int mode, int staged, int y_type) {                          \
-    project<BATCH, __VA_ARGS__>(w0, w1, w2, y0, y1, y2, bias0, bias1, bias2, n0, n1, n2, type0, type1, type2,          \
-                                Input{x, rows, columns, staged}, mode, y_type);                                        \
+    project<BATCH, __VA_ARGS__>(w0, w1, w2, y0, y1, y2, bias0, bias1, bias2, n0, n1, n2, first1, first2, type0, type1, \
+                                type2, Input{x, rows, columns, staged}, mode, y_type);                                        \
   }
 
 // project_<name>_r1, _r4, _r8 for matrices of the given formats. BLOCKS: blocks of 256 threads that an SM of Maxwell must

@@ -2,8 +2,9 @@
 // then every block of the projection merely copies it.
 //
 // For a format, a row is cut as the weights are, into chunks of 1024 columns, units of 32 and pieces of 4. A version holds
-//   values  [chunk][row of batch][piece of 8][unit of 32] float4   x * 2^(96 - place of the weight in its word)
-//   sums    [chunk][row of batch][half of 2][unit of 32] float     of a unit or of its halves, as accumulators start with
+// for each chunk
+//   values  [row of batch][piece of 8][unit of 32] float4   x * 2^(96 - place of the weight in its word)
+//   sums    [half of 2][unit of 32][row of batch] float     of a unit or of its halves, as accumulators start with
 // The batch is 1 or 4; rows that the step does not have are neither written nor matter. Versions for the two formats of a
 // launch follow each other.
 #pragma once
@@ -45,15 +46,17 @@ struct StagedAs {
 
 struct StagedWriter {
   float* buffer;
-  int batch, columns;
+  int batch;
   StagedAs as;
 
-  M40_INLINE StagedWriter(float* buffer, int batch, int columns, int type)
-      : buffer(buffer), batch(batch), columns(columns), as(type) {}
+  M40_INLINE StagedWriter(float* buffer, int batch, int type) : buffer(buffer), batch(batch), as(type) {}
 
+  M40_INLINE float* chunk_of(int k) const { return buffer + (k >> 10) * (batch * (STAGED_CHUNK + STAGED_SUMS)); }
+  M40_INLINE float* place_of(int row, int k) const {
+    return chunk_of(k) + row * STAGED_CHUNK + (k >> 2 & 7) * 128 + (k >> 5 & 31) * 4 + (k & 3);
+  }
   M40_INLINE void put_sum(int row, int k, int half, float sum) const {
-    float* sums = buffer + staged_chunks(columns) * batch * STAGED_CHUNK;
-    sums[((k >> 10) * batch + row) * STAGED_SUMS + half * 32 + (k >> 5 & 31)] = sum * as.factor;
+    chunk_of(k)[batch * STAGED_CHUNK + (half * 32 + (k >> 5 & 31)) * batch + row] = sum * as.factor;
   }
 
   // Columns k..k+3 of a row. All lanes of a warp call it, neighbours with neighbouring columns; nothing is written unless
@@ -61,7 +64,7 @@ struct StagedWriter {
   M40_INLINE void put4(int row, int k, float4 v, bool inside) const {
     const int piece = k >> 2 & 7;
     if (inside) {
-      reinterpret_cast<float4*>(buffer)[(((k >> 10) * batch + row) * 8 + piece) * 32 + (k >> 5 & 31)] = make_float4(
+      *reinterpret_cast<float4*>(place_of(row, k)) = make_float4(
           v.x * as.place(piece, 0), v.y * as.place(piece, 1), v.z * as.place(piece, 2), v.w * as.place(piece, 3));
     }
     float sum = (v.x + v.y) + (v.z + v.w);
@@ -74,8 +77,7 @@ struct StagedWriter {
 
   // Column k of a row: a warp holds a unit, a lane a column.
   M40_INLINE void put1(int row, int k, float v) const {
-    const int piece = k >> 2 & 7;
-    buffer[((((k >> 10) * batch + row) * 8 + piece) * 32 + (k >> 5 & 31)) * 4 + (k & 3)] = v * as.place(piece, k & 3);
+    *place_of(row, k) = v * as.place(k >> 2 & 7, k & 3);
     float sum = v;
 #pragma unroll
     for (int mask = 1; mask < 16; mask <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, mask);

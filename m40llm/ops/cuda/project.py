@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from m40llm.ops.cuda.tensor import DeviceTensor
 _WARPS = 8  # of a project block; a warp owns a group of 4 weight rows
 _GEMM_ROWS, _GEMM_COLUMNS, _GEMM_THREADS = 64, 128, 128
 _MATRICES = 3  # of one launch
+_NEVER = 2**31 - 1  # no block has this number
 # A pass of 8 rows costs little more than reading the weights once; a GEMM tile computes 64 rows whether there or not.
 GEMM_FROM_ROWS = 33
 
@@ -29,6 +31,8 @@ class _Mode(IntEnum):
     ADD = 1  # y += value
     GATE = 2  # y = silu(y) * value
     SWIGLU = 3  # y = silu(first matrix) * second matrix
+    SWIGLU_STAGED = 4  # the same, staged for a reader
+    BIASED = 8  # on top: some matrix has a bias
 
 
 def project(
@@ -91,7 +95,7 @@ def gate_up_swiglu(
         if len(launches) > 1 or out.shape != (rows, gate.rows):
             raise ValueError(f"{gate.name} and {up.name} cannot write {out.shape} staged")
         staged_jobs: list[_Job] = [(gate, out.memory, None), (up, out.memory, None)]
-        _few_rows(device, x, launches[0][0], staged_jobs, _Mode.SWIGLU, stream, out.types[0])
+        _few_rows(device, x, launches[0][0], staged_jobs, _Mode.SWIGLU_STAGED, stream, out.types[0])
         return
     memory = out.require("the output of gate and up", (rows, gate.rows))
     if not isinstance(x, Staged) and rows >= GEMM_FROM_ROWS:
@@ -131,8 +135,10 @@ def _few_rows(
 ) -> None:
     rows, columns = x.shape
     batch = batch_of(rows)
-    used = 1 if mode is _Mode.SWIGLU else len(jobs)  # gate and up share their blocks
-    blocks = sum(-(-m.rows // (GROUP * _WARPS)) for m, _, _ in jobs[:used])
+    used = 1 if mode in (_Mode.SWIGLU, _Mode.SWIGLU_STAGED) else len(jobs)  # gate and up share their blocks
+    ends = [*accumulate(-(-m.rows // (GROUP * _WARPS)) for m, _, _ in jobs[:used])]
+    first = [*ends[:-1], _NEVER, _NEVER][: _MATRICES - 1]  # block of the second matrix, of the third
+    biased = _Mode.BIASED if any(bias is not None for _, _, bias in jobs) else 0
     spare = [None] * (_MATRICES - len(jobs))
     matrices = [m for m, _, _ in jobs]
     args: list[Argument] = [
@@ -144,17 +150,18 @@ def _few_rows(
         *spare,
         *(np.int32(m.rows) for m in matrices),
         *(np.int32(0) for _ in spare),
+        *(np.int32(block) for block in first),
         *(np.int32(m.fmt.ggml) for m in matrices),
         *(np.int32(0) for _ in spare),
         x.memory,
         np.int32(rows),
         np.int32(columns),
-        np.int32(mode),
+        np.int32(mode | biased),
         np.int32(isinstance(x, Staged)),
         np.int32(y_type),
     ]
     function = device.kernel(f"project_{kernel}", f"project_{kernel}_r{batch}")
-    device.launch(function, (blocks, -(-rows // batch)), 32 * _WARPS, args, stream=stream)
+    device.launch(function, (ends[-1], -(-rows // batch)), 32 * _WARPS, args, stream=stream)
 
 
 def _gemm(
