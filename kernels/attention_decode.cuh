@@ -15,6 +15,7 @@
 #pragma once
 #include <cuda_fp16.h>
 
+#include "staged.cuh"
 #include "warp.cuh"
 
 #ifdef M40LLM_LDG
@@ -71,7 +72,7 @@ template <int HD, int HB>
 __device__ __forceinline__ void attention_decode(const float* q, const __half* k, const __half* v, const int* cu_seqlens_q,
                                                  const int* kv_lens, const int* slots, float* out, float* part_out,
                                                  float2* part_stats, unsigned* done, long long slot_stride, int KH, int group,
-                                                 int window, float scale) {
+                                                 int window, float scale, int batch, int type) {
   constexpr int LANES = HD / 8;         // of a key
   constexpr int KEYS = 32 / LANES;      // of one load of a warp
   constexpr int STEPS = DECODE_TILE / KEYS;
@@ -210,6 +211,7 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
   __syncthreads();
 
   const int used = (length - first + share - 1) / share;
+  const StagedWriter writer(out, batch, type);
   for (int i = threadIdx.x; i < heads * HD; i += DECODE_THREADS) {
     const int h = i / HD, e = h * 8 + i % 8, at = e * SUM_PITCH + e / SHARE * SUM_GAP + i % HD / 8;
     float top = maxima[0][h], all = 0.f, sum = 0.f;
@@ -222,7 +224,8 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
       sum += reinterpret_cast<const float*>(sums[w])[at] * factor;
     }
     if (used == 1) {
-      out[((size_t)row * H + head) * HD + i] = sum / all;
+      if (batch) writer.put1(row, head * HD + i, sum / all);
+      else out[((size_t)row * H + head) * HD + i] = sum / all;
     } else {
       const size_t place = ((size_t)s * H + head + h) * gridDim.y + blockIdx.y;
       part_out[place * HD + i % HD] = sum;
@@ -257,8 +260,9 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
     maxima[0][threadIdx.x] = 1.f / all;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < heads * (HD / 4); i += DECODE_THREADS) {
-    const int h = i / (HD / 4), e = i % (HD / 4);
+  for (int i = threadIdx.x; (i & ~31) < heads * (HD / 4); i += DECODE_THREADS) {  // whole warps, for their sums
+    const bool inside = i < heads * (HD / 4);
+    const int h = inside ? i / (HD / 4) : 0, e = i % (HD / 4);
     const float4* from = reinterpret_cast<const float4*>(part_out + (place + (size_t)h * gridDim.y) * HD) + e;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
@@ -268,8 +272,9 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
       sum = make_float4(sum.x + part.x * factor, sum.y + part.y * factor, sum.z + part.z * factor, sum.w + part.w * factor);
     }
     const float scale_out = maxima[0][h];
-    reinterpret_cast<float4*>(out + ((size_t)row * H + head) * HD)[i] =
-        make_float4(sum.x * scale_out, sum.y * scale_out, sum.z * scale_out, sum.w * scale_out);
+    const float4 result = make_float4(sum.x * scale_out, sum.y * scale_out, sum.z * scale_out, sum.w * scale_out);
+    if (batch) writer.put4(row, head * HD + 4 * i, result, inside);
+    else if (inside) reinterpret_cast<float4*>(out + ((size_t)row * H + head) * HD)[i] = result;
   }
 }
 
@@ -277,9 +282,10 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
   extern "C" __global__ void __launch_bounds__(DECODE_THREADS)                                                               \
   attention_decode_hd##HD##_g##HB(const float* q, const __half* k, const __half* v, const int* cu_seqlens_q,                 \
                                   const int* kv_lens, const int* slots, float* out, float* part_out, float2* part_stats,     \
-                                  unsigned* done, long long slot_stride, int KH, int group, int window, float scale) {       \
+                                  unsigned* done, long long slot_stride, int KH, int group, int window, float scale,         \
+                                  int batch, int type) {                                                                    \
     attention_decode<HD, HB>(q, k, v, cu_seqlens_q, kv_lens, slots, out, part_out, part_stats, done, slot_stride, KH, group, \
-                             window, scale);                                                                                 \
+                             window, scale, batch, type);                                                                                 \
   }
 
 ATTENTION_DECODE(64, 1)

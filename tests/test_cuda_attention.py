@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 
 from m40llm.device.emulator import EmulatorDevice
+from m40llm.gguf import TensorType
 from m40llm.kv import KVLayout
 from m40llm.ops.cuda import attention
 from m40llm.ops.cuda.attention import Scratch, Segments
+from m40llm.ops.cuda.project import project
+from m40llm.ops.cuda.staged import Staged, Staging, staged_floats
+from m40llm.ops.cuda.tensor import DeviceTensor
 from m40llm.ops.protocol import KVCache
 from tests import reference
 from tests.cuda_arrays import DEVICES, Arrays, kernel_device
+from tests.cuda_reference import Bench, product_error
 
 POISON = 0x7E00  # an FP16 NaN: a key beyond a sequence's end shows wherever it is used
 
@@ -68,6 +73,12 @@ class Case:
         assert np.abs(got - expected)[rows].max(initial=0) <= bound
 
     def decode(self, *, window: int = 0, splits: int | None = None, ldg: bool = False) -> None:
+        self.launch_decode(self.out, window=window, splits=splits, ldg=ldg)
+        self.check(window, np.repeat(np.diff(self.cu) == 1, np.diff(self.cu)))
+
+    def launch_decode(
+        self, out: DeviceTensor | Staged, *, window: int = 0, splits: int | None = None, ldg: bool = False
+    ) -> None:
         arrays, count = self.arrays, len(self.lengths)
         parts = splits or attention.splits_for(
             arrays.device, count, self.layout.n_kv_heads, self.heads // self.layout.n_kv_heads, self.layout.context
@@ -80,9 +91,8 @@ class Case:
         )
         for _ in range(2):  # the second launch finds the arrival counters as the first one left them
             attention.attention_decode(
-                arrays.device, self.device_q, self.kv, 1, self.segments, scratch, self.out, window=window, splits=splits, ldg=ldg
+                arrays.device, self.device_q, self.kv, 1, self.segments, scratch, out, window=window, splits=splits, ldg=ldg
             )  # fmt: skip
-        self.check(window, np.repeat(np.diff(self.cu) == 1, np.diff(self.cu)))
 
     def prefill(self, *, window: int = 0) -> None:
         attention.attention_prefill(
@@ -95,6 +105,26 @@ class Case:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (6, 1), (8, 1), (11, 1)])
 def test_decode_of_grouped_heads(arrays: Arrays, heads: int, kv_heads: int, head_dim: int) -> None:
     Case(arrays, heads, kv_heads, head_dim, [1, 33, 130], [1, 1, 1]).decode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "head_dim"),
+    [("Q8_0", 1, 1, 64), ("Q5_0", 3, 1, 64), ("Q6_K", 4, 2, 64), ("Q4_K", 6, 1, 128)],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_stages_its_rows(
+    arrays: Arrays, kind: str, heads: int, kv_heads: int, head_dim: int, splits: int
+) -> None:
+    """For the projection that reads them, whichever block writes a head: its only one, or the one that merges."""
+    case = Case(arrays, heads, kv_heads, head_dim, [300, 7, 130], [1, 1, 1])
+    case.decode(splits=splits)
+    plain, columns = arrays.get(case.out), heads * head_dim
+    with Bench(arrays.device) as bench:
+        matrix, projected = bench.matrix(TensorType[kind], 5, columns), bench.empty((3, 5))
+        staging = Staging({case.out.memory.ptr: bench.empty((staged_floats(columns, 3),))})
+        case.launch_decode(staging.target(case.out, [matrix]), splits=splits)
+        project(arrays.device, staging.source(case.out), [matrix], [projected])
+        assert product_error(bench.read(projected), plain, bench.weights["w"]) < 1e-6
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 127, 128, 129, 300, 1000])

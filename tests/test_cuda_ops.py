@@ -150,6 +150,24 @@ def test_a_step_allocates_nothing_and_waits_once(kind: str, path: Path, graphs: 
         assert (device.counters - before).synchronisations == 0  # a chunk of a prompt has no result to wait for
 
 
+def test_a_layer_is_eight_launches_with_mixed_types(kind: str, tmp_path: Path) -> None:
+    """As in a Q4_K_M file, with activations staged: the CPU's tokens for one row, for up to four, and for more."""
+    types = {"blk.*.attn_v.weight": TensorType.Q6_K, "blk.*.ffn_down.weight": TensorType.Q6_K}
+    types |= {"blk.*": TensorType.Q4_K, "output.weight": TensorType.Q6_K}
+    mixed = build_tiny_gguf(tmp_path / "mixed.gguf", arch="qwen2", d_model=256, d_ff=256, types=types, seed=5)
+    with open_session(mixed, CpuOps(activation_bits=32)) as session:
+        expected = generate(session, range(SLOTS), 4, ROWS)
+    device = kernel_device(kind)
+    with open_session(mixed, CudaOps(device)) as session:
+        assert generate(session, range(SLOTS), 4, ROWS) == expected
+        assert generate(session, [0], 4, ROWS)[0] == expected[0]
+        for slots in ([0], [0, 1, 2]):
+            before = device.counters.launches
+            session.run(StepPlan.pack([Segment(slot, 50, [7], [0]) for slot in slots]))
+            # embedding; norm, q-k-v, RoPE, attention, output, norm, gate-up, down; norm, head, argmax
+            assert device.counters.launches - before == 1 + 8 * session.config.n_layers + 3
+
+
 def test_what_the_kernels_cannot_run_is_refused_before_loading(path: Path) -> None:
     with GGUFFile.open(path) as file:
         config = ModelConfig.from_gguf(file)

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from m40llm.device.buffers import DevicePointer
 from m40llm.device.protocol import Device
 from m40llm.kv.layout import KVLayout
 from m40llm.ops.cuda.rope import layer_of
+from m40llm.ops.cuda.staged import Staged, batch_of
 from m40llm.ops.cuda.tensor import DeviceTensor
 from m40llm.ops.protocol import KVCache
 
@@ -84,7 +86,7 @@ def attention_decode(
     layer: int,
     segments: Segments,
     scratch: Scratch,
-    out: DeviceTensor,
+    out: DeviceTensor | Staged,
     *,
     window: int = 0,
     splits: int | None = None,
@@ -115,7 +117,7 @@ def attention_decode(
         layer_of(kv.k, layout, layer),
         layer_of(kv.v, layout, layer),
         *_segments(segments),
-        out.require("out", q.shape),
+        _staged_memory(out, q) if isinstance(out, Staged) else out.require("out", q.shape),
         scratch.out.memory,
         scratch.stats.memory,
         scratch.done.memory,
@@ -124,6 +126,8 @@ def attention_decode(
         np.int32(group),
         np.int32(window),
         np.float32(layout.head_dim**-0.5),
+        np.int32(batch_of(len(out)) if isinstance(out, Staged) else 0),
+        np.int32(out.types[0] if isinstance(out, Staged) else -1),
     )
     module = "attention_decode_ldg" if ldg else "attention_decode"
     kernel = device.kernel(module, f"attention_decode_hd{layout.head_dim}_g{_heads_per_block(group)}")
@@ -166,6 +170,12 @@ def attention_prefill(
     kernel = device.kernel("attention_prefill", f"attention_prefill_hd{layout.head_dim}")
     grid = (-(-longest // tokens), layout.n_kv_heads, len(segments))
     device.launch(kernel, grid, _PREFILL_THREADS, args, stream=stream)
+
+
+def _staged_memory(out: Staged, q: DeviceTensor) -> DevicePointer:
+    if out.shape != q.shape:
+        raise ValueError(f"out is staged {out.shape}; the kernel needs {q.shape}")
+    return out.memory
 
 
 def _heads_per_block(group: int) -> int:

@@ -343,8 +343,9 @@ class CudaOps:
         segments = attention.Segments(
             ws.plan["cu_seqlens_q"][: count + 1], ws.plan["kv_lens"][:count], ws.plan["slots"][:count]
         )
+        target = scratch.staging.target(out, readers if shape.longest == 1 else ())
         if shape.longest == 1:
-            attention.attention_decode(device, q, kv, layer, segments, scratch.attention, out, ldg=self._kv_ldg)
+            attention.attention_decode(device, q, kv, layer, segments, scratch.attention, target, ldg=self._kv_ldg)
             return
         mixed = count > 1  # a single segment is known to be a long one
         if mixed:
