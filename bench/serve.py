@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ import serving_interference
 from compare_llama_cpp import SPIN_LIMIT_S, Prompts, Worker, Workload, commit, cpu_model
 from rich.console import Console
 from serving_client import Clients, ServerFailed, started_server
-from serving_interference import Interference
 from serving_load import WORKLOADS, Call, calls_of, lengths_of, longest, poisson_arrivals, start_offsets
 from serving_report import markdown, print_report
-from serving_stats import Summary, summarize, together
+from serving_results import Results, Together
+from serving_stats import summarize, together
 
 from m40llm.cli.errors import CliError
 from m40llm.cli.model_arg import model_argument, resolve_model
@@ -83,32 +83,6 @@ class Plan:
             "token-budget": self.chunk,
         }
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
-@dataclass
-class Together:
-    """N equal requests at once, one value a round, tokens per second."""
-
-    decode: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
-    llama_decode: list[float] = field(default_factory=list)
-    llama_whole: list[float] = field(default_factory=list)
-
-    def ratio(self, ours: list[float], theirs: list[float]) -> float | None:
-        return statistics.median(ours) / statistics.median(theirs) if ours and theirs else None
-
-
-@dataclass
-class Results:
-    """Everything that was measured."""
-
-    closed: dict[tuple[str, int], Summary] = field(default_factory=dict)
-    opened: dict[tuple[float, float], Summary] = field(default_factory=dict)  # (load, requests per second)
-    together: dict[int, Together] = field(default_factory=dict)
-    long: Interference | None = None
-    server_idle_cpu_s: float = 0.0
-    llama_idle_cpu_s: float = 0.0
-    client_cpu: float = 0.0  # processors that the clients kept busy while closed loops ran
 
 
 async def run(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from serve import Results
+    from serving_results import Results
     from serving_stats import Summary
 
 

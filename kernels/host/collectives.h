@@ -4,12 +4,6 @@
 
 namespace emu {
 
-inline const char* collective_name(int operation) {
-  static const char* const names[] = {"__shfl_*_sync", "__ballot_sync", "__any_sync",
-                                      "__all_sync",    "__syncwarp",    "__match_any_sync"};
-  return names[operation];
-}
-
 inline int lowest(uint32_t lanes) { return __builtin_ctz(lanes); }
 
 // Lanes of the group for which `holds(fiber)`.

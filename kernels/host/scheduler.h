@@ -59,7 +59,11 @@ inline int free_stacks[kMaxThreads], free_stack_count;
 inline int current_fiber() { return current; }
 inline uint3 fiber_index(int fiber) { return fibers[fiber].index; }
 
-const char* collective_name(int operation);
+inline const char* collective_name(int operation) {
+  static const char* const names[] = {"__shfl_*_sync", "__ballot_sync", "__any_sync",
+                                      "__all_sync",    "__syncwarp",    "__match_any_sync"};
+  return names[operation];
+}
 
 // traffic.h: the lanes of a warp, or of all warps, have met.
 inline void converged(int warp);
