@@ -72,7 +72,7 @@ Examples:
 
 A MODEL is a path to a GGUF file, an alias (see `m40llm models`) or hf:OWNER/REPO/FILE.gguf; aliases and hub files
 are fetched on first use. Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong
-usage, 130 interrupted. M40LLM_DEBUG=1 shows tracebacks.""",
+usage or input, 130 interrupted. M40LLM_DEBUG=1 shows tracebacks.""",
 )
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
