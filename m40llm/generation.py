@@ -125,7 +125,11 @@ class Generation:
         self.slot = -1
         self.token_gap: float | None = None  # seconds between the last two tokens
         self.lagging_since: float | None = None  # the engine's own
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # an event, or the end: who reads events waits here
+        self._settled = threading.Condition(
+            lock
+        )  # the end, or events that nobody reads: `result` need not wake per token
         self._events: deque[Event] = deque()
         self._state: State = "created"
         self._cancel: CancelReason | None = None
@@ -194,12 +198,12 @@ class Generation:
         Raises:
             GenerationFailed: the request's step failed.
         """
-        with self._changed:
+        with self._settled:
             while self._result is None:
                 if len(self._events) > EVENT_LIMIT // 2:
                     self._events.clear()
                     self._wake_engine()
-                self._changed.wait()
+                self._settled.wait()
         self.raise_for_error()
         return self._result
 
@@ -290,6 +294,7 @@ class Generation:
             self._state = "failed" if error else "cancelled" if reason == "cancelled" else "completed"
             self._result = result
             self._changed.notify_all()
+            self._settled.notify_all()
         self._notify()
 
     def _emit(self, ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...]) -> None:
@@ -301,6 +306,8 @@ class Generation:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
+            if len(self._events) > EVENT_LIMIT // 2:
+                self._settled.notify_all()
         self._notify()
 
     def _notify(self) -> None:

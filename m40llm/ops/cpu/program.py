@@ -61,7 +61,7 @@ PARKED, SPINNING, WORK = 0, 1, 2
 BARRIER_SPINS = 2_000  # about 25 us; then the processor is offered to others between looks
 BARRIER_YIELDS = 100
 BARRIER_SLEEP_US = 20  # on a busy machine the thread waited for may need this very processor
-IDLE_SPINS = 5_000  # about 100 us: the gap between two steps; then a worker sleeps
+IDLE_SPINS = 20_000  # about 400 us: more than the gap between two steps; then a worker sleeps
 
 OPERATION = 3  # words of a table row: kernel address, arguments' address, barrier after it
 
@@ -194,7 +194,7 @@ def _launch(sync, program, threads):
 class Workers:
     """The threads that replay programs: the caller's and ``threads - 1`` of ours.
 
-    One caller at a time. Idle workers spin for about 100 us, then sleep in the kernel. ``close()`` ends them; a program
+    One caller at a time. Idle workers spin for about 400 us, then sleep in the kernel. ``close()`` ends them; a program
     that runs is finished first.
     """
 
