@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m40llm.config import RuntimeOptions
+from m40llm.config import RuntimeOptions, SamplingParams
+from m40llm.engine import Engine
 from m40llm.model import Model
 from m40llm.scoring import score
 from tests.conftest import DATA
@@ -53,3 +54,17 @@ def test_smollm2(smollm2_path: Path, kv_dtype: str, bits: int | None) -> None:
 @pytest.mark.parametrize(("kv_dtype", "bits"), BOUNDS)
 def test_qwen(qwen_path: Path, kv_dtype: str, bits: int | None) -> None:
     check(qwen_path, "qwen2.5-coder-1.5b-instruct-q4_k_m.json", kv_dtype, bits)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("question", "answer"), [("What is 2+2? Answer with one digit.", "4"), ("Please answer with the word OK.", "OK")]
+)
+def test_qwen_answers_what_cannot_be_missed(qwen_path: Path, question: str, answer: str) -> None:
+    """A wrong RoPE pairing or a forgotten bias passes many tests, but not these."""
+    with Engine.load(qwen_path, RuntimeOptions(ctx=256)) as engine:
+        template = engine.model.chat_template
+        assert template is not None
+        prompt = template.render([{"role": "user", "content": question}])
+        ids = engine.model.tokenizer.encode(prompt, bos=False)
+        assert engine.submit(ids, SamplingParams(max_tokens=8, temperature=0)).result.text.strip() == answer
