@@ -18,6 +18,7 @@ from m40llm.ops.cuda.project import project
 from tests.cuda_arrays import Arrays
 from tests.cuda_reference import Bench, product_error
 from tests.test_cuda_attention import Case
+from tests.test_cuda_project import test_gate_and_up_stage_their_product as staged_product
 from tests.test_cuda_reduce import best, k_best, random
 
 # What orders a block's results before those that another block reads shows on no machine that runs one block after another.
@@ -56,12 +57,17 @@ def products(rows: int) -> Callable[[EmulatorDevice], None]:
     return run
 
 
+def decode_projections(device: EmulatorDevice) -> None:
+    products(7)(device)
+    staged_product(device, 4, "Q8_0")  # the epilogue in which a block's rows meet
+
+
 CASES: dict[str, Callable[[EmulatorDevice], None]] = {
     "warp.cuh": reductions,
     "reduce.cu": reductions,
     "attention_decode.cuh": decode,
     "attention_prefill.cu": prefill,
-    "project.cuh": products(7),
+    "project.cuh": decode_projections,
     "gemm.cuh": products(40),
 }
 
