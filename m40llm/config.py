@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -95,16 +94,16 @@ class ModelConfig:
             raise ConfigError(f"architecture '{arch}' is not supported; known: {', '.join(ARCHITECTURES)}")
         d_model = meta.require(f"{arch}.embedding_length", int)
         n_heads = meta.require(f"{arch}.attention.head_count", int)
-        n_kv_heads = _optional(meta, f"{arch}.attention.head_count_kv", int, n_heads)
+        n_kv_heads = meta.optional(f"{arch}.attention.head_count_kv", int, n_heads)
         for key, value in (("embedding_length", d_model), ("attention.head_count", n_heads)):
             if value <= 0:
                 raise ConfigError(f"{arch}.{key} is {value}; it must be positive")
-        head_dim = _optional(meta, f"{arch}.attention.key_length", int, d_model // n_heads)
+        head_dim = meta.optional(f"{arch}.attention.key_length", int, d_model // n_heads)
         if "token_embd.weight" not in file.tensors:
             raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing; is this a complete language model?")
         config = cls(
             arch=arch,
-            name=_optional(meta, "general.name", str, Path(file.path).stem),
+            name=meta.optional("general.name", str, Path(file.path).stem),
             n_layers=meta.require(f"{arch}.block_count", int),
             d_model=d_model,
             n_heads=n_heads,
@@ -113,7 +112,7 @@ class ModelConfig:
             d_ff=meta.require(f"{arch}.feed_forward_length", int),
             vocab_size=file.tensors["token_embd.weight"].shape[0],
             context_length=meta.require(f"{arch}.context_length", int),
-            rms_eps=float(meta.require(f"{arch}.attention.layer_norm_rms_epsilon", float)),
+            rms_eps=meta.require(f"{arch}.attention.layer_norm_rms_epsilon", float),
             rope=_rope_from_gguf(file, arch, head_dim),
             tied_embeddings="output.weight" not in file.tensors,
         )
@@ -142,17 +141,13 @@ class ModelConfig:
             raise ConfigError(f"{self.arch}.attention.layer_norm_rms_epsilon is {self.rms_eps}; expected 0..1")
 
 
-def _optional(meta: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    return meta.require(key, kind) if key in meta else default  # type: ignore[attr-defined]
-
-
 def _rope_from_gguf(file: GGUFFile, arch: str, head_dim: int) -> RopeConfig:
     meta = file.metadata
     prefix = f"{arch}.rope.scaling"
-    scaling = _optional(meta, f"{prefix}.type", str, "none")
-    factor = float(_optional(meta, f"{prefix}.factor", float, 1.0))
+    scaling = meta.optional(f"{prefix}.type", str, "none")
+    factor = meta.optional(f"{prefix}.factor", float, 1.0)
     if f"{arch}.rope.scale_linear" in meta and scaling == "none":  # the key's name before 2023-10
-        scaling, factor = "linear", float(meta.require(f"{arch}.rope.scale_linear", float))
+        scaling, factor = "linear", meta.require(f"{arch}.rope.scale_linear", float)
     freq_factors = None
     if "rope_freqs.weight" in file.tensors:
         freq_factors = _freq_factors(file)
@@ -161,20 +156,20 @@ def _rope_from_gguf(file: GGUFFile, arch: str, head_dim: int) -> RopeConfig:
         raise ConfigError(f"{prefix}.type '{scaling}' is not supported; known: none, linear, llama3, yarn")
     if not (math.isfinite(factor) and factor > 0):
         raise ConfigError(f"{prefix}.factor is {factor}; it must be positive")
-    theta = float(_optional(meta, f"{arch}.rope.freq_base", float, 10000.0))
+    theta = meta.optional(f"{arch}.rope.freq_base", float, 10000.0)
     if not (math.isfinite(theta) and theta > 0):
         raise ConfigError(f"{arch}.rope.freq_base is {theta}; it must be positive")
     context = meta.require(f"{arch}.context_length", int)
     return RopeConfig(
         theta=theta,
-        dim=_optional(meta, f"{arch}.rope.dimension_count", int, head_dim),
+        dim=meta.optional(f"{arch}.rope.dimension_count", int, head_dim),
         interleaved=_INTERLEAVED_ROPE[arch],
-        scaling=scaling,
+        scaling=cast(RopeScaling, scaling),  # one of the four: checked above
         factor=factor,
-        original_context=_optional(meta, f"{prefix}.original_context_length", int, context),
-        attn_factor=float(_optional(meta, f"{prefix}.attn_factor", float, 1.0)),
-        beta_fast=float(_optional(meta, f"{prefix}.yarn_beta_fast", float, 32.0)),
-        beta_slow=float(_optional(meta, f"{prefix}.yarn_beta_slow", float, 1.0)),
+        original_context=meta.optional(f"{prefix}.original_context_length", int, context),
+        attn_factor=meta.optional(f"{prefix}.attn_factor", float, 1.0),
+        beta_fast=meta.optional(f"{prefix}.yarn_beta_fast", float, 32.0),
+        beta_slow=meta.optional(f"{prefix}.yarn_beta_slow", float, 1.0),
         freq_factors=freq_factors,
     )
 
