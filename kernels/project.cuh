@@ -43,13 +43,15 @@ template <int BATCH>
 struct Staged {
   // Chunks of 1024 columns that are in shared memory at once: 17 KB for one row, 34 KB for more.
   static constexpr int CHUNKS = BATCH == 1 ? 4 : 8 / BATCH;
-  float4 x[CHUNKS][BATCH][8 * PIECE_PITCH];
-  float sums[CHUNKS][BATCH * 2 * 32];  // of a unit, or of its halves
-  float gate[PROJECT_THREADS];        // each thread's own: a register less while the second matrix is multiplied
+  struct Chunk {
+    float4 x[BATCH][8 * PIECE_PITCH];  // by slot (staged.cuh)
+    float sums[BATCH * 2 * 32];        // of a unit, or of its halves
+  } chunks[CHUNKS];
+  float gate[PROJECT_THREADS];  // each thread's own: a register less while the second matrix is multiplied
 
   // Four rows' sums are one vector load; those of eight are apart, since theirs would be two with bank conflicts.
-  M40_INLINE static int sum_at(int row, int half, int unit) {
-    return BATCH == 4 ? (half * 32 + unit) * 4 + row : row * 64 + half * 32 + unit;
+  M40_INLINE static int sum_at(int slot, int half, int unit) {
+    return BATCH == 4 ? (half * 32 + unit) * 4 + slot : slot * 64 + half * 32 + unit;
   }
 };
 
@@ -96,7 +98,7 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
 #pragma unroll
     for (int b = 0; b < AT_ONCE; b++) {
       sums[b] = (v[b].x + v[b].y) + (v[b].z + v[b].w);
-      shared.x[chunk][first + b][piece * PIECE_PITCH + unit] =
+      shared.chunks[chunk].x[slot_of(first + b, unit, BATCH)][piece * PIECE_PITCH + unit] =
           make_float4(v[b].x * place[0], v[b].y * place[1], v[b].z * place[2], v[b].w * place[3]);
     }
     if constexpr (!F::FLOATING) {
@@ -115,7 +117,7 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
         if (count > 1 && upper) row += count / 2;
       }
       if ((piece & (LANES / AT_ONCE - 1)) == 0) {
-        shared.sums[chunk][shared.sum_at(row, HALVES == 1 ? 0 : piece >> 2, unit)] =
+        shared.chunks[chunk].sums[shared.sum_at(slot_of(row, unit, BATCH), HALVES == 1 ? 0 : piece >> 2, unit)] =
             sums[0] * (sum_factor<F>() * power_of_two(-RESULT_EXPONENT));
       }
     }
@@ -128,8 +130,8 @@ M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int firs
   constexpr int VALUES = BATCH * STAGED_CHUNK / 4, SUMS = BATCH * STAGED_SUMS / 4;
   const u32 thread = again(threadIdx.x);
   const float4* from = reinterpret_cast<const float4*>(staged) + ((u32)first * (VALUES + SUMS) + thread);
-  float4* to = shared.x[0][0] + thread + (thread >> 5) * (PIECE_PITCH - 32);
-  float4* sums = reinterpret_cast<float4*>(shared.sums[0]) + thread;
+  constexpr int PITCH = sizeof(shared.chunks[0]) / sizeof(float4);
+  float4* to = shared.chunks[0].x[0] + thread + (thread >> 5) * (PIECE_PITCH - 32);
   const int chunks = min(of_chunks - first, Staged<BATCH>::CHUNKS);
 #pragma unroll
   for (int chunk = 0; chunk < Staged<BATCH>::CHUNKS; chunk++) {
@@ -138,9 +140,12 @@ M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int firs
 #pragma unroll
     for (int b = 0; b < BATCH; b++) v[b] = __ldg(from + chunk * (VALUES + SUMS) + b * 256);
 #pragma unroll
-    for (int b = 0; b < BATCH; b++) to[(chunk * BATCH + b) * 8 * PIECE_PITCH] = v[b];
+    for (int b = 0; b < BATCH; b++) to[chunk * PITCH + b * 8 * PIECE_PITCH] = v[b];
   }
-  if ((int)thread < chunks * SUMS) *sums = __ldg(from + thread / SUMS * VALUES + VALUES);
+  const u32 chunk = thread / SUMS;
+  if ((int)chunk < chunks) {
+    reinterpret_cast<float4*>(shared.chunks[chunk].sums)[thread % SUMS] = __ldg(from + chunk * VALUES + VALUES);
+  }
 }
 
 // Bits of four rows' scales or supers, brought by one load.
@@ -184,7 +189,7 @@ struct Cursor {
   }
 };
 
-// acc[4 * b + r] += this lane's share of row r of the group times row b of x, over the chunks in shared memory.
+// acc[4 * b + r] += this lane's share of row r of the group times slot b of x, over the chunks in shared memory.
 template <class F, int BATCH>
 M40_INLINE void accumulate(Cursor<F>& at, const Staged<BATCH>& shared, float (&acc)[4 * BATCH]) {
   typedef typename F::Bits Bits;
@@ -196,11 +201,12 @@ M40_INLINE void accumulate(Cursor<F>& at, const Staged<BATCH>& shared, float (&a
   // Where ptxas would run out of registers for four rows of x, it may not mix the halves of a unit.
   constexpr bool EASED = BATCH == 4 && Scale::SUPER == 4 && Scale::HALVES == 1 && Bits::BITS == 4;
   const int lane = threadIdx.x & 31;
-  const float4* x = shared.x[0][0] + lane;
-  const float* sums = shared.sums[0] + shared.sum_at(0, 0, lane);
-  const int least = max(lane, at.left - 32 * Staged<BATCH>::CHUNKS);  // no unit of its own in the last chunk: a lane is done
+  const typename Staged<BATCH>::Chunk* chunk = shared.chunks;
+  const float4* x = chunk->x[0] + lane;
+  // No unit of its own in the last chunk: a lane is done.
+  const int least = again(max(lane, at.left - 32 * Staged<BATCH>::CHUNKS));
 #pragma unroll 1
-  for (; at.left > least; at.advance(), x += BATCH * 8 * PIECE_PITCH, sums += BATCH * 2 * 32) {
+  for (; at.left > least; at.advance(), chunk++, x += sizeof(*chunk) / sizeof(*x)) {
     const UnitPlace<F> place(at.chunk, min(32, at.left), lane);
     const FourRows<Scale::RAW> raw(at.scale);
     const FourRows<Scale::SUPER> super(at.super);
@@ -219,11 +225,11 @@ M40_INLINE void accumulate(Cursor<F>& at, const Staged<BATCH>& shared, float (&a
         if constexpr (FIRST && !F::FLOATING) {
           float sum[BATCH];
           if constexpr (BATCH == 4) {
-            const float4 four = *reinterpret_cast<const float4*>(sums + shared.sum_at(0, HALF, 0));
+            const float4 four = x[BATCH * 8 * PIECE_PITCH + HALF * 32];  // behind the values
             sum[0] = four.x, sum[1] = four.y, sum[2] = four.z, sum[3] = four.w;
           } else {
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) sum[b] = sums[shared.sum_at(b, HALF, 0)];
+            for (int b = 0; b < BATCH; b++) sum[b] = chunk->sums[shared.sum_at(b, HALF, lane)];
           }
           static_for<0, 4>([&](auto r) {
             constexpr int R = decltype(r)::value;
@@ -238,7 +244,8 @@ M40_INLINE void accumulate(Cursor<F>& at, const Staged<BATCH>& shared, float (&a
             }
           });
         }
-        const auto x_of = [&](int b) { return x[(b * 8 + P) * PIECE_PITCH]; };
+        // Two forms of one address: ptxas makes fewer instructions of the first with four rows, of the second with others.
+        const auto x_of = [&](int b) { return BATCH == 4 ? x[(b * 8 + P) * PIECE_PITCH] : chunk->x[b][P * PIECE_PITCH + lane]; };
         const auto weights_of = [&](int r, float(&weights)[4]) {
           u32 m[4];
           Bits::template piece<P>(words[r], m);
@@ -281,17 +288,18 @@ M40_INLINE void accumulate(Cursor<F>& at, const Staged<BATCH>& shared, float (&a
 }
 
 // Sum over the warp of each of the COUNT values (a power of two up to 32). Lane l gets value l / (32 / COUNT): half of the
-// values change hands at each step, so 31 shuffles add up 32 values.
-template <int COUNT, int MASK = 16>
+// values change hands at each step, so 31 shuffles add up 32 values. In the first steps, which share out the SLOTS of a
+// batch, a lane's own values already come first.
+template <int COUNT, int SLOTS, int MASK = 16>
 M40_INLINE float scattered_sum(float (&v)[COUNT]) {
   if constexpr (COUNT > 1) {
-    const bool upper = threadIdx.x & MASK;
+    const bool upper = SLOTS == 1 && threadIdx.x & MASK;
     float kept[COUNT / 2];
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) {
       kept[i] = (upper ? v[i + COUNT / 2] : v[i]) + __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + COUNT / 2], MASK);
     }
-    return scattered_sum<COUNT / 2, MASK / 2>(kept);
+    return scattered_sum<COUNT / 2, SLOTS == 1 ? 1 : SLOTS / 2, MASK / 2>(kept);
   } else {
     float sum = v[0];
 #pragma unroll
@@ -311,17 +319,16 @@ struct Input {
 template <class F, int BATCH, int VERSION>
 M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const Input& in, int group, int kept) {
   const Group<F> w(base, group, in.columns);
-  const bool inside = 4 * group < n;
   float acc[4 * BATCH];
 #pragma unroll
   for (int i = 0; i < 4 * BATCH; i++) acc[i] = 0.f;
   Cursor<F> at(w, threadIdx.x & 31);
+  at.left = again(4 * group < n ? w.units : 0);  // a warp beyond the matrix only helps to bring x
   const int of_chunks = staged_chunks(in.columns);
   int first = 0;
 #pragma unroll 1
-  do {
+  for (;;) {
     if (!kept) {
-      __syncthreads();  // nobody reads the previous segment any more
       if (BATCH <= 4 && !F::FLOATING && in.staged) {
         copy_staged<BATCH>(shared, in.x + VERSION * staged_floats(in.columns, BATCH), first, of_chunks);
       } else {
@@ -329,10 +336,12 @@ M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const Input& 
       }
       __syncthreads();
     }
-    if (inside) accumulate<F, BATCH>(at, shared, acc);
+    accumulate<F, BATCH>(at, shared, acc);
     first += Staged<BATCH>::CHUNKS;
-  } while (first < of_chunks);
-  const float sum = scattered_sum<4 * BATCH>(acc);
+    if (first >= of_chunks) break;
+    __syncthreads();  // nobody reads the previous segment any more
+  }
+  const float sum = scattered_sum<4 * BATCH, BATCH>(acc);
   return F::FLOATING ? sum : sum * power_of_two(RESULT_EXPONENT);
 }
 
@@ -386,6 +395,7 @@ M40_INLINE void project(
       w = w1;
       kept = BATCH <= 4 && (!MIXED || type == type1) && in.columns <= 1024 * Staged<BATCH>::CHUNKS;
       type = type1;
+      if (!kept) __syncthreads();  // nobody reads x as the first matrix wants it any more
     }
   }
 

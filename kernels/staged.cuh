@@ -3,8 +3,8 @@
 //
 // For a format, a row is cut as the weights are, into chunks of 1024 columns, units of 32 and pieces of 4. A version holds
 // for each chunk
-//   values  [row of batch][piece of 8][unit of 32] float4   x * 2^(96 - place of the weight in its word)
-//   sums    [half of 2][unit of 32][row of batch] float     of a unit or of its halves, as accumulators start with
+//   values  [slot of batch][piece of 8][unit of 32] float4   x * 2^(96 - place of the weight in its word)
+//   sums    [half of 2][unit of 32][slot of batch] float     of a unit or of its halves, as accumulators start with
 // The batch is 1 or 4; rows that the step does not have are neither written nor matter. Versions for the two formats of a
 // launch follow each other.
 #pragma once
@@ -13,6 +13,11 @@
 constexpr int STAGED_CHUNK = 1024, STAGED_SUMS = 64;  // floats of a row in a chunk
 
 M40_INLINE int staged_chunks(int columns) { return (columns + STAGED_CHUNK - 1) >> 10; }
+
+// Row of x and slot of the batch are not the same: unit u has row r in slot r ^ (u * batch / 32). A lane multiplies one unit
+// of each chunk, so when lanes add up what they have, the rows that a lane keeps are in its first slots, whichever they are.
+M40_INLINE int slot_of(int row, int unit, int batch) { return row ^ (unit * batch >> 5); }
+
 M40_INLINE int staged_floats(int columns, int batch) { return staged_chunks(columns) * batch * (STAGED_CHUNK + STAGED_SUMS); }
 
 // What accumulators start with: -BIAS * sum, or the sum itself where a minimum is multiplied by it.
@@ -53,10 +58,11 @@ struct StagedWriter {
 
   M40_INLINE float* chunk_of(int k) const { return buffer + (k >> 10) * (batch * (STAGED_CHUNK + STAGED_SUMS)); }
   M40_INLINE float* place_of(int row, int k) const {
-    return chunk_of(k) + row * STAGED_CHUNK + (k >> 2 & 7) * 128 + (k >> 5 & 31) * 4 + (k & 3);
+    return chunk_of(k) + slot_of(row, k >> 5 & 31, batch) * STAGED_CHUNK + (k >> 2 & 7) * 128 + (k >> 5 & 31) * 4 + (k & 3);
   }
   M40_INLINE void put_sum(int row, int k, int half, float sum) const {
-    chunk_of(k)[batch * STAGED_CHUNK + (half * 32 + (k >> 5 & 31)) * batch + row] = sum * as.factor;
+    const int unit = k >> 5 & 31;
+    chunk_of(k)[batch * STAGED_CHUNK + (half * 32 + unit) * batch + slot_of(row, unit, batch)] = sum * as.factor;
   }
 
   // Columns k..k+3 of a row. All lanes of a warp call it, neighbours with neighbouring columns; nothing is written unless

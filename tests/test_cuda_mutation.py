@@ -19,6 +19,7 @@ from tests.cuda_arrays import Arrays
 from tests.cuda_reference import Bench, product_error
 from tests.test_cuda_attention import Case
 from tests.test_cuda_project import test_gate_and_up_stage_their_product as staged_product
+from tests.test_cuda_project import test_gate_up_swiglu as gated_product
 from tests.test_cuda_reduce import best, k_best, random
 
 # What orders a block's results before those that another block reads shows on no machine that runs one block after another.
@@ -60,6 +61,7 @@ def products(rows: int) -> Callable[[EmulatorDevice], None]:
 def decode_projections(device: EmulatorDevice) -> None:
     products(7)(device)
     staged_product(device, 4, "Q8_0")  # the epilogue in which a block's rows meet
+    gated_product(device, 6, ("Q4_0", "Q4_0"))  # two matrices, and x is too long to stay in shared memory
 
 
 CASES: dict[str, Callable[[EmulatorDevice], None]] = {
