@@ -55,10 +55,10 @@ struct Staged {
   }
 };
 
-// Columns [32 * first_unit, ...) of the x rows of batch blockIdx.y into shared memory; zeros beyond x. One pass of the block
-// per chunk and row: thread = (unit, piece).
+// Columns [first_column, ...) of the x rows of batch blockIdx.y into shared memory, as many as there is room for; zeros
+// beyond x. One pass of the block per chunk and row: thread = (unit, piece).
 template <class F, int BATCH>
-M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int columns, int first_unit, int chunks) {
+M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int columns, int first_column) {
   typedef typename F::Bits Bits;
   const int thread = again(threadIdx.x), unit = thread >> 3, piece = thread & 7;
   if (BATCH == 1) {
@@ -72,7 +72,8 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
   float place[4];
 #pragma unroll
   for (int c = 0; c < 4; c++) place[c] = F::FLOATING ? 1.f : power_of_two(Scaling<F, BATCH>::X - Bits::offset(piece, c));
-  const int k = (first_unit + unit) * 32 + piece * 4;
+  const int k = first_column + unit * 32 + piece * 4;
+  const int chunks = min((columns - first_column + 1023) >> 10, Staged<BATCH>::CHUNKS);
   const bool whole = !F::FLOATING || (columns & 3) == 0;  // otherwise rows are not aligned to 16 bytes
   constexpr int AT_ONCE = BATCH < 4 ? BATCH : 4;  // rows: their loads are under way together
 #pragma unroll(BATCH == 1 ? 4 : 1)
@@ -124,18 +125,18 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
   }
 }
 
-// The same for x that its producer has staged: chunks [first, of_chunks), or as many of them as there is room for.
+// The same for x that its producer has staged.
 template <int BATCH>
-M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int first, int of_chunks) {
+M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int columns, int first_column) {
   constexpr int VALUES = BATCH * STAGED_CHUNK / 4, SUMS = BATCH * STAGED_SUMS / 4;
   const u32 thread = again(threadIdx.x);
-  const float4* from = reinterpret_cast<const float4*>(staged) + ((u32)first * (VALUES + SUMS) + thread);
+  const float4* from = reinterpret_cast<const float4*>(staged) + (((u32)first_column >> 10) * (VALUES + SUMS) + thread);
   constexpr int PITCH = sizeof(shared.chunks[0]) / sizeof(float4);
   float4* to = shared.chunks[0].x[0] + thread + (thread >> 5) * (PIECE_PITCH - 32);
-  const int chunks = min(of_chunks - first, Staged<BATCH>::CHUNKS);
+  const int left = columns - first_column;  // at least one
 #pragma unroll
   for (int chunk = 0; chunk < Staged<BATCH>::CHUNKS; chunk++) {
-    if (chunk >= chunks) break;
+    if (chunk > 0 && left <= chunk * STAGED_CHUNK) break;
     float4 v[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; b++) v[b] = __ldg(from + chunk * (VALUES + SUMS) + b * 256);
@@ -143,7 +144,7 @@ M40_INLINE void copy_staged(Staged<BATCH>& shared, const float* staged, int firs
     for (int b = 0; b < BATCH; b++) to[chunk * PITCH + b * 8 * PIECE_PITCH] = v[b];
   }
   const u32 chunk = thread / SUMS;
-  if ((int)chunk < chunks) {
+  if (chunk < Staged<BATCH>::CHUNKS && left > (int)chunk * STAGED_CHUNK) {
     reinterpret_cast<float4*>(shared.chunks[chunk].sums)[thread % SUMS] = __ldg(from + chunk * VALUES + VALUES);
   }
 }
@@ -324,21 +325,20 @@ M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const Input& 
   for (int i = 0; i < 4 * BATCH; i++) acc[i] = 0.f;
   Cursor<F> at(w, threadIdx.x & 31);
   at.left = again(4 * group < n ? w.units : 0);  // a warp beyond the matrix only helps to bring x
-  const int of_chunks = staged_chunks(in.columns);
-  int first = 0;
+  int first = 0;  // column in shared memory
 #pragma unroll 1
   for (;;) {
     if (!kept) {
       if (BATCH <= 4 && !F::FLOATING && in.staged) {
-        copy_staged<BATCH>(shared, in.x + VERSION * staged_floats(in.columns, BATCH), first, of_chunks);
+        copy_staged<BATCH>(shared, in.x + VERSION * staged_floats(in.columns, BATCH), in.columns, first);
       } else {
-        stage<F, BATCH>(shared, in.x, in.rows, in.columns, first * 32, min(of_chunks - first, Staged<BATCH>::CHUNKS));
+        stage<F, BATCH>(shared, in.x, in.rows, in.columns, first);
       }
       __syncthreads();
     }
     accumulate<F, BATCH>(at, shared, acc);
-    first += Staged<BATCH>::CHUNKS;
-    if (first >= of_chunks) break;
+    first += Staged<BATCH>::CHUNKS * STAGED_CHUNK;
+    if (first >= in.columns) break;
     __syncthreads();  // nobody reads the previous segment any more
   }
   const float sum = scattered_sum<4 * BATCH, BATCH>(acc);
