@@ -4,7 +4,7 @@
     python bench/sm52_model.py --check         # fails where a target of docs/perf_baselines.md is missed
     python bench/sm52_model.py --write         # renews m40llm/device/data/sm52_costs.json after a kernel has changed
 
-Every kernel is compiled for sm_52 and one warp of it is walked through the machine code (sass.py), at two lengths of its inner
+Every kernel is compiled for sm_52 and one warp of it is walked through the machine code (warp_walk.py), at two lengths of its inner
 loop, with the grids and arguments that the real launchers make: that gives what a warp executes once and per step. Nothing here
 was measured on a card; m40llm/device/roofline.py has the time model and its error. Without --write the package's table is read, and
 no disassembler is needed.
@@ -20,8 +20,9 @@ from pathlib import Path
 
 import click
 import numpy as np
-from sass import PARAMETERS_AT, Function, Launch, Walked, disassemble, find_nvdisasm, walk
+from nvdisasm import Function, disassemble, find_nvdisasm
 from shapes import SHAPES, ModelShape
+from warp_walk import PARAMETERS_AT, Launch, Walked, walk
 
 from m40llm.device import nvrtc
 from m40llm.device.buffers import DevicePointer
