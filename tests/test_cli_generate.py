@@ -20,9 +20,9 @@ from m40llm.cli.lines import read_objects
 from m40llm.cli.perplexity import perplexity
 from m40llm.gguf import GGUFFile
 from m40llm.text import Tokenizer
+from tests.cli_runner import Captured, failed
 from tests.tiny_gguf import build_tiny_gguf
 
-Captured = pytest.CaptureFixture[str]
 COMMAND = [sys.executable, "-c", "from m40llm.cli import main; main()"]
 
 
@@ -45,15 +45,6 @@ def run_json(capsys: Captured, *argv: str) -> Any:
 def run_lines(capsys: Captured, *argv: str) -> list[Any]:
     assert run(argv) == 0, capsys.readouterr().err
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def failed(capsys: Captured, *argv: str, code: int = 2) -> str:
-    assert run(argv) == code
-    out, err = capsys.readouterr()
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert (out, len(errors)) == ("", 1)
-    assert "internal error" not in err
-    return errors[0]
 
 
 def test_generate_streams_text_and_json_tells_the_rest(tiny: str, tokenizer: Tokenizer, capsys: Captured) -> None:
