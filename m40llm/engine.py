@@ -16,7 +16,6 @@ from m40llm.engine_stats import EngineStats, SlotStats, StepStats
 from m40llm.generation import CancelReason, FinishReason, Generation
 from m40llm.kv.prefix_cache import PrefixCache
 from m40llm.model import Model, OnCompile
-from m40llm.plan import Segment, StepPlan
 from m40llm.request import (
     EngineClosed,
     QueueFull,
@@ -34,14 +33,6 @@ from m40llm.weights import LoadProgress
 __all__ = ["Engine", "EngineClosed", "OnStep", "QueueFull", "Request", "RequestError"]
 
 OnStep = Callable[[StepStats], None]
-
-
-def _warm_up(model: Model) -> None:
-    """Many rows, a few, one: each has kernels of its own. What they leave in slot 0 counts as nothing."""
-    session = model.session
-    for rows in (64, 4, 1):
-        rows = min(rows, session.limits.rows, session.kv_layout.context)
-        session.run(StepPlan.pack([Segment(0, 0, [0] * rows, (rows - 1,))]))
 
 
 class _Totals:
@@ -103,12 +94,12 @@ class Engine:
     ) -> Engine:
         """Opens the model (see `Model.open` for what can be wrong with it) and its cache, and starts the thread.
 
-        `warm_up` runs a step of each kind first, so that no request waits for a kernel to be compiled or loaded.
+        `warm_up`: before the first request, see `Model.warm_up`.
         """
         model = Model.open(path, options, progress=progress, on_compile=on_compile)
         try:
             if warm_up:
-                _warm_up(model)
+                model.warm_up()
             cache = open_cache(model.cache_identity, options)
         except BaseException:
             model.close()
