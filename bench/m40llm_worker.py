@@ -33,9 +33,8 @@ class M40llm:
         """`context` positions for each of up to `sequences` sequences."""
         self.compiled: list[str] = []
         options = RuntimeOptions(device="cpu", threads=threads, ctx=context, slots=sequences)
-        started = time.perf_counter()
-        self.engine = Engine.load(path, options, on_compile=self.compiled.append)
-        self.load_s = time.perf_counter() - started
+        self.engine = Engine.load(path, options, on_compile=self.compiled.append, warm_up=True)
+        self.load_s = self.engine.model.load_s  # without the warm-up
 
     def measure(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
         """All prompts at once, `steps` greedy tokens after the first of each; ends of text are ignored.

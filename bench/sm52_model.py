@@ -4,57 +4,35 @@
     python bench/sm52_model.py --check         # fails where a target of docs/perf_baselines.md is missed
     python bench/sm52_model.py --write         # renews m40llm/device/data/sm52_costs.json after a kernel has changed
 
-Every kernel is compiled for sm_52 and one warp of it is walked through the machine code (sass.py), at two lengths of its inner
-loop, with the grids and arguments that the real launchers make: that gives what a warp executes once and per step. Nothing here
-was measured on a card; m40llm/device/roofline.py has the time model and its error. Without --write the package's table is read, and
-no disassembler is needed.
+What a warp executes, once and per step, is counted in the machine code (sm52_costs.py); sm52_targets.py says what follows from it.
+Nothing here was measured on a card; m40llm/device/roofline.py has the time model and its error. Without --write the package's table
+is read, and no disassembler is needed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
-import numpy as np
-from sass import PARAMETERS_AT, Function, Launch, Walked, disassemble, find_nvdisasm, walk
-from shapes import SHAPES, ModelShape
+from nvdisasm import find_nvdisasm
+from shapes import SHAPES
+from sm52_costs import make_table
+from sm52_targets import TARGET_MODEL, ProjectionRow, missed_targets, predicted, projection_rows
 
 from m40llm.device import nvrtc
-from m40llm.device.buffers import DevicePointer
-from m40llm.device.compile_all import BuiltKernel, compile_module
-from m40llm.device.recording import RecordedLaunch, RecordingDevice
 from m40llm.device.roofline import (
-    CARDS,
-    CLASSES,
     COSTS_FILE,
     ERROR_NOTE,
-    Cycles,
     KernelCost,
     load_costs,
     source_digest,
     stale_modules,
     to_json,
 )
-from m40llm.device.sources import kernel_modules, kernel_source
-from m40llm.gguf import TensorType
-from m40llm.kv.layout import KVLayout
-from m40llm.ops.cuda import attention, project
-from m40llm.ops.cuda.dry_run import DryOps
-from m40llm.ops.cuda.launch_cost import COLUMNS, KEYS, cost_name
-from m40llm.ops.cuda.pack import FORMATS, packed_bytes
-from m40llm.ops.cuda.tensor import DeviceTensor
-from m40llm.plan import Segment, StepLimits, StepPlan
-from m40llm.prediction import Prediction, predict
-from m40llm.weights import LayerWeights, ModelWeights
+from m40llm.device.sources import kernel_modules
 
-TYPES = tuple(dict.fromkeys(TensorType[fmt.ggml.name] for fmt in FORMATS.values()))
-FLOATS = (TensorType.F32, TensorType.F16, TensorType.BF16)
-STAGED_ROWS = 4  # up to which the producer of x may stage it
-TARGET_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "F16")
 # llama.cpp's kernels, walked in the same way on the same chips (K = 4096, one row): issue over memory time
 LLAMA_CPP = {
     ("m40-24g", "Q8_0"): 0.92,
@@ -73,322 +51,6 @@ LLAMA_CPP_DECODE = {
     ("m40-24g", "llama3-8b-q8_0"): "22 (modelled)",
     ("p40", "llama2-7b-q4_0"): "56.8 (measured)",
 }
-# One row: issue at most half of the memory time from K = 2048 on; four rows: all of it
-MOST_ISSUE = {1: 0.5, 4: 1.0}
-LEAST_SPEED = {"decode": 60.0, "prefill": 500.0}  # of Qwen2.5-3B Q8_0 on an M40, context 512
-TARGET_MODEL = "qwen2.5-3b-q8_0"
-
-_CLASSES = {
-    "full": "FADD FMUL FFMA FADD32I FMUL32I FFMA32I XMAD IADD IADD32I IADD3 LOP LOP32I LOP3 MOV MOV32I SEL PRMT",
-    "half": "SHF SHL SHR BFE BFI ISCADD ISCADD32I LEA IMNMX FMNMX ISET FSET ISETP FSETP PSETP ICMP FCMP R2P P2R PSET CSET CSETP",
-    "special": "I2F F2F F2I I2I MUFU POPC FLO RRO",
-    "shuffle": "SHFL",
-    "control": "BRA SSY SYNC EXIT BAR DEPBAR NOP MEMBAR S2R PBK BRK PCNT CONT CAL RET CS2R LDC VOTE TEXDEPBAR CCTL",
-}
-CLASS_OF = {opcode: name for name, opcodes in _CLASSES.items() for opcode in opcodes.split()}
-_MEMORY = {"LDS": "shared", "STS": "shared", "ATOMS": "shared"} | dict.fromkeys(
-    ("LDG", "STG", "LDL", "STL", "LD", "ST", "ATOM", "RED"), "memory"
-)
-
-
-# ---- from machine code to costs ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What to walk: its name in the table, and its launch for a number of steps of its loop; `first` and `second` of them."""
-
-    name: str
-    launch: Callable[[int], RecordedLaunch]
-    first: int
-    second: int
-    step: str
-
-
-class Recorder:
-    """Launches of the real launchers, on a device where nothing runs, and the integers that kernels read from memory."""
-
-    def __init__(self) -> None:
-        self.device = RecordingDevice()
-        self._words: dict[int, int] = {}
-
-    def tensor(self, name: str, *shape: int, dtype: type = np.float32) -> DeviceTensor:
-        buffer = self.device.alloc(int(np.prod(shape)) * np.dtype(dtype).itemsize, name)
-        return DeviceTensor.at(buffer, shape, dtype)
-
-    def integers(self, tensor: DeviceTensor, *values: int) -> DeviceTensor:
-        """Says what `tensor` holds."""
-        self._words |= {tensor.memory.ptr + 4 * i: v for i, v in enumerate(values)}
-        return tensor
-
-    def word(self, address: int) -> int | None:
-        return self._words.get(address)
-
-    def last(self) -> RecordedLaunch:
-        return self.device.launches[-1]
-
-
-def projection(recorder: Recorder, kinds: tuple[TensorType, ...], rows: int) -> Callable[[int], RecordedLaunch]:
-    """A launch of matrices of these types, the first of which is walked, K = steps × 1024."""
-
-    def launch(steps: int) -> RecordedLaunch:
-        columns = steps * COLUMNS
-        ops = DryOps(recorder.device)
-        matrices = [ops.matrix(f"{k.name}", k, 128, columns) for k in dict.fromkeys(kinds)]
-        x = recorder.tensor("x", rows, columns)
-        outs = [recorder.tensor("y", rows, 128) for _ in matrices]
-        project.project(recorder.device, x, matrices, outs)
-        return recorder.last()
-
-    return launch
-
-
-def decode_attention(recorder: Recorder, head_dim: int, group: int) -> Callable[[int], RecordedLaunch]:
-    """One block for all keys: a step is one tile of each of its four warps."""
-    return lambda steps: _attention(recorder, head_dim, group, 1, steps * 4 * KEYS)
-
-
-def prefill_attention(recorder: Recorder, head_dim: int) -> Callable[[int], RecordedLaunch]:
-    """The first tile of a segment of 64 tokens at the end of the keys; a step is a tile of 32 keys."""
-    return lambda steps: _attention(recorder, head_dim, 4, 64, steps * KEYS)
-
-
-def _attention(recorder: Recorder, head_dim: int, group: int, rows: int, keys: int) -> RecordedLaunch:
-    shape = ModelShape("attention", "llama", 64, group, 1, head_dim, 64, 256, (), TensorType.F32, TensorType.F32)
-    config = shape.config(1, keys)
-    ops = DryOps(recorder.device)
-    ws = ops.new_workspace(config, StepLimits(rows=rows, segments=1, logit_rows=1))
-    kv = ops.new_kv(KVLayout.for_model(config, 1, keys, "f16"))
-    plan = StepPlan.pack([Segment(0, keys - rows, [0] * rows)])
-    for name in ("cu_seqlens_q", "kv_lens", "slots"):
-        recorder.integers(ws.plan[name], *getattr(plan, name).tolist())
-    if rows == 1:  # the launcher would give each block one tile of each warp: here one block has them all
-        whole = attention.splits_for
-        attention.splits_for = lambda *_: 1
-        try:
-            ops.attention(ws.q, kv, 0, plan.shape, config, ws, ws.attn)
-        finally:
-            attention.splits_for = whole
-    else:
-        ops.attention(ws.q, kv, 0, plan.shape, config, ws, ws.attn)
-    return next(r for r in reversed(recorder.device.launches) if r.symbol.startswith("attention_"))
-
-
-def staged(launch: Callable[[int], RecordedLaunch]) -> Callable[[int], RecordedLaunch]:
-    """The same with an input that its producer has staged."""
-
-    def with_staged(steps: int) -> RecordedLaunch:
-        plain = launch(steps)
-        return replace(plain, arguments={**plain.arguments, "staged": np.int32(1)})
-
-    return with_staged
-
-
-def projections(recorder: Recorder, kinds: tuple[TensorType, ...], module: str) -> Iterator[Subject]:
-    """Of the first type of `kinds`, which one launch handles together: 1, 4 and 8 rows, plain and staged where that exists."""
-    for rows in (1, 4, 8):
-        launch = projection(recorder, kinds, rows)
-        for is_staged in (False, True):
-            if is_staged and (rows > STAGED_ROWS or kinds[0] in FLOATS):
-                continue
-            name = cost_name(f"{module}_r{rows}", module, kinds[0], is_staged)
-            yield Subject(name, staged(launch) if is_staged else launch, 2, 12, "1024 columns")
-
-
-def subjects(recorder: Recorder) -> Iterator[Subject]:
-    for kind in TYPES:
-        yield from projections(recorder, (kind,), f"project_{FORMATS[kind].name}")
-        launch = projection(recorder, (kind,), project.GEMM_FROM_ROWS)
-        yield Subject(f"gemm_{FORMATS[kind].name}", launch, 1, 2, "1024 columns")
-    for names, kernel in project.MIXED.items():
-        pair = tuple(TensorType[name.upper()] for name in sorted(names))
-        for kinds in (pair, pair[::-1]):
-            yield from projections(recorder, kinds, f"project_{kernel}")
-    for head_dim in attention.HEAD_SIZES:
-        for group in (1, 4, 8):
-            name = f"attention_decode_hd{head_dim}_g{group}"
-            yield Subject(name, decode_attention(recorder, head_dim, group), 1, 9, "128 keys of a block")
-        yield Subject(f"attention_prefill_hd{head_dim}", prefill_attention(recorder, head_dim), 8, 24, "32 keys")
-
-
-class Machine:
-    """Compiled and disassembled modules for sm_52."""
-
-    def __init__(self, nvdisasm: Path):
-        self._nvdisasm = nvdisasm
-        self._functions: dict[str, dict[str, Function]] = {}
-        self._built: dict[str, dict[str, BuiltKernel]] = {}
-
-    def function(self, launch: RecordedLaunch) -> Function:
-        if launch.module not in self._functions:
-            compiled = nvrtc.compile(kernel_source(launch.module), "sm_52")
-            self._functions[launch.module] = disassemble(compiled.path, self._nvdisasm)
-        return self._functions[launch.module][launch.symbol]
-
-    def built(self, launch: RecordedLaunch) -> BuiltKernel:
-        if launch.module not in self._built:
-            self._built[launch.module] = {k.name: k for k in compile_module(launch.module, "sm_52")}
-        return self._built[launch.module][launch.symbol]
-
-    def walked(self, launch: RecordedLaunch, recorder: Recorder) -> Walked:
-        place = Launch((0, 0, 0), (0, 0, 0), launch.block, launch.grid, _constants(launch))
-        return walk(self.function(launch), place, recorder.word)
-
-
-def _constants(launch: RecordedLaunch) -> dict[int, int]:
-    """Bank 0 of constant memory: the arguments, aligned to their sizes, from PARAMETERS_AT on."""
-    bank: dict[int, int] = {}
-    at = PARAMETERS_AT
-    for value in launch.arguments.values():
-        if isinstance(value, np.generic):
-            data = value.tobytes()
-        else:
-            data = (value.ptr if isinstance(value, DevicePointer) else 0).to_bytes(8, "little")
-        at = -(-at // len(data)) * len(data)
-        for i in range(0, len(data), 4):
-            bank[at + i] = int.from_bytes(data[i : i + 4], "little")
-        at += len(data)
-    return bank
-
-
-def by_class(walked: Walked) -> Counter[str]:
-    """Warp instructions by class. Raises KeyError for an opcode that has none."""
-    counts: Counter[str] = Counter()
-    for (opcode, bits), count in walked.counts.items():
-        name = f"{_MEMORY[opcode]}{max(32, bits)}" if opcode in _MEMORY else CLASS_OF[opcode]
-        counts[name] += count
-    return counts
-
-
-def cost_of(subject: Subject, machine: Machine, recorder: Recorder) -> tuple[KernelCost, tuple[str, ...]]:
-    """The cost, and the branches that were guessed."""
-    first, second = subject.launch(subject.first), subject.launch(subject.second)
-    walks = machine.walked(first, recorder), machine.walked(second, recorder)
-    few, many = by_class(walks[0]), by_class(walks[1])
-    per_step = {name: (many[name] - few[name]) / (subject.second - subject.first) for name in CLASSES}
-    once = {name: few[name] - per_step[name] * subject.first for name in CLASSES}
-    built = machine.built(first)
-    if second.symbol != first.symbol or not subject.name.startswith(first.symbol):
-        raise RuntimeError(f"{subject.name}: the launcher chose {first.symbol} and {second.symbol}")
-    cost = KernelCost(
-        module=first.module,
-        step=subject.step,
-        registers=built.registers,
-        shared_bytes=built.shared_bytes,
-        threads=built.threads,
-        blocks_per_sm=built.blocks_per_sm,
-        occupancy=round(built.occupancy, 4),
-        once=once,
-        per_step=per_step,
-    )
-    return cost, walks[1].guesses
-
-
-def make_table(nvdisasm: Path) -> dict[str, KernelCost]:
-    """Costs of every kernel, from the current sources."""
-    machine, recorder, costs = Machine(nvdisasm), Recorder(), {}
-    for subject in subjects(recorder):
-        costs[subject.name], guesses = cost_of(subject, machine, recorder)
-        if guesses:
-            print(f"{subject.name}: guessed {', '.join(dict.fromkeys(guesses))}", file=sys.stderr)
-    return costs
-
-
-# ---- what follows from them ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectionRow:
-    """One projection kernel at one K, per weight of the matrix."""
-
-    name: str
-    kind: TensorType
-    rows: int
-    columns: int
-    instructions: float
-    cycles: Cycles  # multiprocessor cycles
-    nbytes: float
-
-    def share(self, card: str) -> float:
-        """Time of the busiest unit over the time of the bytes at peak bandwidth."""
-        chip = CARDS[card]
-        return self.cycles.busiest / (chip.multiprocessors * chip.clock_hz) / (self.nbytes / chip.bandwidth)
-
-    def issue_share(self, card: str) -> float:
-        """The same of the schedulers alone."""
-        return self.share(card) * self.cycles.issue / self.cycles.busiest
-
-    @property
-    def unit(self) -> str:
-        return max(
-            ("issue", "arithmetic", "special", "shared", "load"), key=lambda name: float(getattr(self.cycles, name))
-        )
-
-
-def projection_rows(costs: Mapping[str, KernelCost], columns: tuple[int, ...]) -> Iterator[ProjectionRow]:
-    for kind in TYPES:
-        for rows in (1, 4, 8):
-            plain = f"project_{FORMATS[kind].name}_r{rows}"
-            name = f"{plain}+staged" if f"{plain}+staged" in costs else plain  # as decode steps run it
-            for k in columns:
-                cycles = costs[name].warp(k / COLUMNS)
-                weights = 4 * k  # of one warp: four rows
-                yield ProjectionRow(
-                    name=name,
-                    kind=kind,
-                    rows=rows,
-                    columns=k,
-                    instructions=cycles.issue * 4 * 32 / weights,
-                    cycles=cycles * (1 / weights),
-                    nbytes=packed_bytes(kind, 4, k) / weights,
-                )
-
-
-def model_weights(shape: ModelShape, context: int) -> tuple[int, Callable[[DryOps], ModelWeights]]:
-    """(layers, weights for `predict`) of a shape: every layer, of its kind."""
-
-    def make(ops: DryOps) -> ModelWeights:
-        kinds = [kind for kind in shape.layers for _ in range(kind.count)]
-        layers = []
-        for i, kind in enumerate(kinds):
-            m = {name: ops.matrix(f"blk.{i}.{name}", t, n, k) for name, t, n, k in shape.layer_matrices(kind)}
-            biases = {
-                f"attn_{part}_bias": ops.vector(f"blk.{i}.{part}", m[f"attn_{part}"].rows) if shape.biased else None
-                for part in "qkv"
-            }
-            norms = {name: ops.vector(f"blk.{i}.{name}", shape.d) for name in ("attn_norm", "ffn_norm")}
-            layers.append(LayerWeights(**m, **biases, **norms))
-        table = ops.matrix("token_embd", shape.embedding, shape.v, shape.d)
-        head = table if shape.tied else ops.matrix("output", shape.head, shape.v, shape.d)
-        rope = ops.load_rope(shape.config(1, context), context)
-        return ModelWeights(table, tuple(layers), ops.vector("output_norm", shape.d), head, rope)
-
-    return shape.layer_count, make
-
-
-def predicted(shape: ModelShape, card: str, context: int, slots: int, costs: Mapping[str, KernelCost]) -> Prediction:
-    layers, make = model_weights(shape, context)
-    config = shape.config(layers, context)
-    return predict(config, make, CARDS[card], capacity=context, context=context, slots=slots, costs=costs)
-
-
-def missed_targets(rows: list[ProjectionRow], target: Prediction) -> list[str]:
-    missed = [
-        f"{row.name}, K = {row.columns}: issues in {row.issue_share('m40-24g'):.0%} of the memory time on an M40, at most "
-        f"{MOST_ISSUE[row.rows]:.0%}"
-        for row in rows
-        if row.kind.name in TARGET_TYPES
-        and row.rows in MOST_ISSUE
-        and row.issue_share("m40-24g") > MOST_ISSUE[row.rows]
-    ]
-    for what, least in LEAST_SPEED.items():
-        speed = getattr(target, what).tokens_per_s
-        if speed < least:
-            missed.append(f"{TARGET_MODEL} on an M40: predicted {what} {speed:.1f} tok/s, at least {least:.0f}")
-    return missed
-
-
-# ---- the command ---------------------------------------------------------------------------------------------------------
 
 
 def print_kernels(costs: Mapping[str, KernelCost], rows: list[ProjectionRow]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from os import PathLike
@@ -12,11 +11,11 @@ from types import TracebackType
 
 from m40llm.config import RuntimeOptions, SamplingParams
 from m40llm.engine_cache import EngineCache, open_cache
+from m40llm.engine_inbox import Inbox
 from m40llm.engine_stats import EngineStats, SlotStats, StepStats
 from m40llm.generation import CancelReason, FinishReason, Generation
 from m40llm.kv.prefix_cache import PrefixCache
 from m40llm.model import Model, OnCompile
-from m40llm.plan import Segment, StepPlan
 from m40llm.request import (
     EngineClosed,
     QueueFull,
@@ -34,14 +33,6 @@ from m40llm.weights import LoadProgress
 __all__ = ["Engine", "EngineClosed", "OnStep", "QueueFull", "Request", "RequestError"]
 
 OnStep = Callable[[StepStats], None]
-
-
-def _warm_up(model: Model) -> None:
-    """Many rows, a few, one: each has kernels of its own. What they leave in slot 0 counts as nothing."""
-    session = model.session
-    for rows in (64, 4, 1):
-        rows = min(rows, session.limits.rows, session.kv_layout.context)
-        session.run(StepPlan.pack([Segment(0, 0, [0] * rows, (rows - 1,))]))
 
 
 class _Totals:
@@ -78,22 +69,15 @@ class Engine:
         on_step: OnStep | None = None,
     ) -> None:
         self.model = model
-        self.max_queue = max_queue
         self._idle_timeout = idle_timeout_s
         self._on_step = on_step
         self._n_slots = model.session.kv_layout.n_slots
         self.cache = cache
-        self._kv = EngineCache(cache, model.session, self._nudge)
+        self._inbox = Inbox(self._n_slots, max_queue)
+        self._kv = EngineCache(cache, model.session, self._inbox.nudge)
         self._scheduler = self._kv.scheduler = Scheduler(self._n_slots, token_budget, events=self._kv)
         self._live: dict[Sequence, Generation] = {}  # the thread's own
         self._totals = _Totals()
-        self._inbox: deque[Generation] = deque()
-        self._open = 0  # submitted and not ended
-        self._wake = threading.Condition()
-        self._nudged = False
-        self._draining = False
-        self._closing = False
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="m40llm-engine", daemon=True)
         self._thread.start()
 
@@ -110,12 +94,12 @@ class Engine:
     ) -> Engine:
         """Opens the model (see `Model.open` for what can be wrong with it) and its cache, and starts the thread.
 
-        `warm_up` runs a step of each kind first, so that no request waits for a kernel to be compiled or loaded.
+        `warm_up`: before the first request, see `Model.warm_up`.
         """
         model = Model.open(path, options, progress=progress, on_compile=on_compile)
         try:
             if warm_up:
-                _warm_up(model)
+                model.warm_up()
             cache = open_cache(model.cache_identity, options)
         except BaseException:
             model.close()
@@ -137,12 +121,12 @@ class Engine:
     @property
     def open_requests(self) -> int:
         """Requests that were submitted and have not ended."""
-        return self._open
+        return self._inbox.open
 
     @property
     def failure(self) -> BaseException | None:
         """What broke the engine itself, if anything did: it takes no more requests then."""
-        return self._failure
+        return self._inbox.failure
 
     def submit(
         self,
@@ -187,7 +171,7 @@ class Engine:
                 vocab_size,
                 checked_max_tokens(request, vocab_size, self.context),
                 priority,
-                self._nudge,
+                self._inbox.nudge,
                 on_events[i] if on_events else None,
                 stream,
                 request.constraint,
@@ -197,17 +181,7 @@ class Engine:
         ]
         for generation, request in zip(generations, requests, strict=True):
             generation.cache_id = checked_cache_id(request, self.cache)
-        with self._wake:
-            if self._failure is not None:
-                raise EngineClosed(f"the engine has failed: {self._failure}; restart it")
-            if self._draining or self._closing:
-                raise EngineClosed("the engine is shutting down")
-            self._check_room(len(generations))
-            self._open += len(generations)
-            for generation in generations:
-                generation.queued()
-            self._inbox.extend(generations)
-            self._wake.notify()
+        self._inbox.put(generations)
         return generations
 
     def warm(
@@ -224,22 +198,7 @@ class Engine:
 
     def check_room(self, count: int = 1) -> None:
         """Raises QueueFull if `count` requests would not be taken now, and RequestError if they never would."""
-        with self._wake:
-            self._check_room(count)
-
-    def _check_room(self, count: int) -> None:
-        if self.max_queue is None:
-            return
-        limit = self._n_slots + self.max_queue
-        if count > limit:
-            raise RequestError(
-                f"{count} sequences in one request are more than {self._n_slots} slots and {self.max_queue} places in the "
-                "queue; ask for fewer or raise --max-queue"
-            )
-        if self._open + count > limit:
-            raise QueueFull(
-                f"{self._open} requests are running or waiting, {limit} are the limit (--slots plus --max-queue); try again later"
-            )
+        self._inbox.check_room(count)
 
     def stats(self) -> EngineStats:
         """A snapshot; callable from any thread, cheap enough for every scrape."""
@@ -257,7 +216,7 @@ class Engine:
             slots.append(SlotStats(slot, state, *counts, background))  # type: ignore[arg-type]
         return EngineStats(
             slots=tuple(slots),
-            waiting=max(0, self._open - sum(s.state != "idle" for s in slots)),
+            waiting=max(0, self._inbox.open - sum(s.state != "idle" for s in slots)),
             steps=totals.steps,
             step_seconds=totals.step_seconds,
             prompt_tokens=totals.prompt_tokens,
@@ -273,21 +232,16 @@ class Engine:
 
     def stop_admitting(self) -> None:
         """From now on `submit` raises EngineClosed; what was taken goes on."""
-        with self._wake:
-            self._draining = True
+        self._inbox.stop_admitting()
 
     def cancel_all(self, reason: CancelReason = "shutdown") -> None:
         """Cancels whatever is running or waiting, within one step; returns at once."""
-        with self._wake:
-            waiting = list(self._inbox)
-        for generation in [*waiting, *list(self._live.values())]:
+        for generation in [*self._inbox.arrived(), *list(self._live.values())]:
             generation.cancel(reason)
 
     def close(self) -> None:
         """Cancels what is in flight, ends the thread, releases the model; may be called twice."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._inbox.close()
         self._thread.join()
         try:
             if self.cache is not None:
@@ -303,11 +257,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _nudge(self) -> None:
-        with self._wake:
-            self._nudged = True
-            self._wake.notify()
-
     # -- the thread --------------------------------------------------------------------------------
     def _loop(self) -> None:
         try:
@@ -320,18 +269,14 @@ class Engine:
                 elif not more_to_move:
                     self._idle()
         except Exception as error:  # not a step's fault but the engine's own: nobody may wait for an answer for ever
-            with self._wake:
-                self._failure = error
+            self._inbox.fail(error)
             self._end_all(error)
             return
         self._end_all(None)
         self._kv.close()
 
     def _end_all(self, error: Exception | None) -> None:
-        with self._wake:
-            arrived = list(self._inbox)
-            self._inbox.clear()
-        for generation in arrived:
+        for generation in self._inbox.take()[0]:
             self._live[generation.sequence] = generation
         for sequence, generation in list(self._live.items()):
             generation.cancel("shutdown")
@@ -339,11 +284,7 @@ class Engine:
 
     def _take_orders(self) -> bool:
         """Admits, cancels and pauses; False when it is time to leave."""
-        with self._wake:
-            arrived = list(self._inbox)
-            self._inbox.clear()
-            self._nudged = False
-            closing = self._closing
+        arrived, closing = self._inbox.take()
         for generation in arrived:
             self._live[generation.sequence] = generation
             if generation.max_tokens == 0:
@@ -371,9 +312,7 @@ class Engine:
         timeout = None
         if since and self._idle_timeout is not None:
             timeout = max(0.0, min(since) + self._idle_timeout - time.monotonic())
-        with self._wake:
-            if not (self._inbox or self._nudged or self._closing):
-                self._wake.wait(timeout)
+        self._inbox.wait(timeout)
 
     def _run(self, step: ScheduledStep) -> None:
         began = time.perf_counter()
@@ -435,6 +374,5 @@ class Engine:
         if generation.cache_id is not None and error is None:
             self._kv.name(generation.cache_id, sequence)
         self._scheduler.finish(sequence, keep_kv=error is None)
-        with self._wake:
-            self._open -= 1
+        self._inbox.ended()
         generation.finish(reason, error)

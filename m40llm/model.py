@@ -16,7 +16,7 @@ from m40llm.kv import KVLayout
 from m40llm.kv.prefix_cache import CacheIdentity
 from m40llm.ops.profile import StepLogs, StepProfile
 from m40llm.ops.protocol import Ops
-from m40llm.plan import StepLimits
+from m40llm.plan import Segment, StepLimits, StepPlan
 from m40llm.session import DecodeSession
 from m40llm.text import ChatTemplate, Tokenizer
 from m40llm.weights import LoadProgress, check_tensors, load_weights
@@ -101,6 +101,18 @@ class Model:
             notes,
             profile,
         )
+
+    def warm_up(self) -> None:
+        """Runs a step of each kind, so that no later one waits for a kernel to be compiled or loaded.
+
+        Many rows, four, two and one have kernels of their own; so do as many rows of logits, whose matrix may be of another
+        type. What is left in slot 0 counts as nothing.
+        """
+        limits = self.session.limits
+        for count in (64, 4, 2, 1):
+            rows = min(count, limits.rows, self.session.kv_layout.context)
+            wanted = range(max(0, rows - limits.logit_rows), rows)
+            self.session.run(StepPlan.pack([Segment(0, 0, [0] * rows, wanted)]))
 
     def close(self) -> None:
         """Releases the session; may be called twice."""

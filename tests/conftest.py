@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from m40llm.cli.model_arg import resolve_model
+from tests.chat_browser import driver, page  # noqa: F401  # fixtures
 from tests.server_process import server  # noqa: F401  # a fixture
 
 DATA = Path(__file__).parent / "data"

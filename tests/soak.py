@@ -378,9 +378,11 @@ def run(options: Options, say: Callable[[str], None] = lambda text: None) -> Out
 
 @click.command(context_settings={"show_default": True})
 @click.argument("model", default="smollm2")
-@click.option("--seconds", default=600.0, type=click.FloatRange(min=1))
-@click.option("--lives", default=3, type=click.IntRange(1))
-@click.option("--seed", default=None, type=int, help="Default: the time.")
+@click.option("--seconds", default=600.0, type=click.FloatRange(min=1), help="Of load, over all lives.")
+@click.option(
+    "--lives", default=3, type=click.IntRange(1), help="Starts of the server, each ended by SIGTERM under load."
+)
+@click.option("--seed", default=None, type=int, help="Of the random choices; default: the time.")
 def main(model: str, seconds: float, lives: int, seed: int | None) -> None:
     """Soaks `m40llm serve MODEL`; status 1 if anything went wrong."""
     seed = int(time.time()) if seed is None else seed

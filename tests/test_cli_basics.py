@@ -13,10 +13,9 @@ import pytest
 
 from m40llm.cli.app import COMMANDS, run
 from m40llm.gguf import GGUFFile
+from tests.cli_runner import Captured, failed
 from tests.hub_server import FileServer, Resource
 from tests.tiny_gguf import build_tiny_gguf
-
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +27,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def empty_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("M40LLM_MODELS_DIR", str(tmp_path / "models"))
     return tmp_path / "models"
-
-
-def failed(capsys: Captured, *argv: str, code: int = 2) -> str:
-    """Runs a command that must fail with `code`, nothing on stdout and one `error:` line on stderr; returns that line."""
-    assert run(argv) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    return err
 
 
 def python_m40llm(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -10,9 +10,8 @@ import pytest
 
 from m40llm.cli.app import run
 from m40llm.device import driver
+from tests.cli_runner import Captured, failed
 from tests.tiny_gguf import build_tiny_gguf
-
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -28,20 +27,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", head_dim=64))
 
 
-def failed(capsys: Captured, code: int, *argv: str) -> str:
-    assert run(argv) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
-
-
 @pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda", "--require-sm52"), ("--require-sm52",)])
 def test_cuda_without_a_driver_is_one_line_that_names_the_cpu(
     tiny: str, capsys: Captured, options: tuple[str, ...]
 ) -> None:
-    error = failed(capsys, 2, "generate", tiny, "x", *options)
+    error = failed(capsys, "generate", tiny, "x", *options)
     assert "no NVIDIA driver was found" in error
     assert "run on the CPU with --device cpu" in error
 
@@ -76,8 +66,8 @@ def test_smollm2_in_the_emulator_prints_the_cpus_text(smollm2_path: Path, capsys
 
 def test_what_the_kernels_cannot_run_is_one_line(tiny: str, tmp_path: Path, capsys: Captured) -> None:
     small = str(build_tiny_gguf(tmp_path / "small.gguf", head_dim=16))
-    assert "heads of 64, 128, 256, not 16" in failed(capsys, 2, "generate", small, "x", "--device", "emulator")
-    error = failed(capsys, 2, "generate", tiny, "x", "--device", "emulator", "--kv-dtype", "f32")
+    assert "heads of 64, 128, 256, not 16" in failed(capsys, "generate", small, "x", "--device", "emulator")
+    error = failed(capsys, "generate", tiny, "x", "--device", "emulator", "--kv-dtype", "f32")
     assert "--kv-dtype f32" in error
 
 
@@ -100,6 +90,6 @@ def test_doctor_of_a_device_that_is_not_there(capsys: Captured) -> None:
 
 
 def test_compile_refuses_what_it_cannot_target(capsys: Captured) -> None:
-    assert "sm_52" in failed(capsys, 1, "compile", "--arch", "gtx970")
-    assert "too old" in failed(capsys, 2, "compile", "--arch", "sm_35")
-    assert "--arch names no architecture" in failed(capsys, 2, "compile", "--arch", ",")
+    assert "sm_52" in failed(capsys, "compile", "--arch", "gtx970", code=1)
+    assert "too old" in failed(capsys, "compile", "--arch", "sm_35")
+    assert "--arch names no architecture" in failed(capsys, "compile", "--arch", ",")

@@ -32,6 +32,7 @@ FLOORS = (
     "m40llm.model",
     "m40llm.generation",
     "m40llm.request",
+    "m40llm.engine_inbox",
     "m40llm.engine_cache",
     "m40llm.engine_stats",
     "m40llm.engine",

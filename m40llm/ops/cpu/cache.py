@@ -3,12 +3,20 @@
 Numba decides staleness by a function's own file only, so an edited helper would leave old machine code in use. Here a
 folder's name carries a digest of the kernel's source file, of every source of this package that it imports, directly or
 not, and of the compiler's version: edited sources miss the cache, and editing one family of kernels keeps the others.
+
+Whoever makes a new folder removes those that nobody has used for a month. A folder's time of modification says when it was last
+used: every process sets it when it first needs the folder.
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
+import os
+import re
+import shutil
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -20,6 +28,9 @@ __all__ = ["use_cache_for"]
 
 ROOT = Path(__file__).parents[3]  # the folder that holds the package
 PACKAGE = Path(__file__).parents[2].name
+UNUSED_DAYS = 30
+_REMOVED = ".removed"
+_NAME = re.compile(r"[0-9a-f]{16}(" + re.escape(_REMOVED) + ")?")
 
 
 @functools.cache
@@ -69,8 +80,32 @@ def _base_folder() -> Path:
 @functools.cache
 def _folder(source: Path) -> Path:
     folder = _base_folder() / _digest(source)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        with contextlib.suppress(OSError):  # another user's, or removed this very moment: Numba makes it again
+            os.utime(folder)
+    else:
+        _remove_unused(folder.parent)
     return folder
+
+
+def _remove_unused(base: Path) -> None:
+    """Removes the folders of kernels in ``base`` that no process has started with for UNUSED_DAYS; errors are no matter."""
+    oldest = time.time() - UNUSED_DAYS * 86400
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(base)):
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        _remove(Path(entry.path))
+
+
+def _remove(folder: Path) -> None:
+    """Takes the folder's name away first: nobody finds half a cache, and of two processes one removes it."""
+    if folder.suffix != _REMOVED:
+        folder = folder.rename(folder.with_suffix(_REMOVED))
+    shutil.rmtree(folder)  # if this stops half way, the next one finds the rest by its name and its age
 
 
 def use_cache_for(source: str) -> None:

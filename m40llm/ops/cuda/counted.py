@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m40llm.device.protocol import Counters, Device, Event
-from m40llm.ops.cuda.ops import CudaOps, EagerStep, GraphStep
+from m40llm.ops.cuda.ops import CudaOps
+from m40llm.ops.cuda.steps import EagerStep, GraphStep
 from m40llm.ops.profile import StepLogs, StepProfile
 from m40llm.ops.protocol import Workspace
 from m40llm.plan import StepPlan, StepShape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from m40llm.config import CacheExperiment, ConfigError, KVDtype, ModelConfig
-from m40llm.device.protocol import Device, Graph
+from m40llm.device.protocol import Device
 from m40llm.gguf import GGUFFile, dequantize
 from m40llm.kv.layout import KVLayout
 from m40llm.ops.cuda import attention, embed, norm, pack, reduce, rope, tensor
@@ -21,12 +20,11 @@ from m40llm.ops.cuda.backend import LARGE_MODEL, ProjectionPlan, Projections
 from m40llm.ops.cuda.pack import CudaMatrix
 from m40llm.ops.cuda.rope import RopeTable
 from m40llm.ops.cuda.staged import MOST_ROWS, Staged, Staging, kernel_formats, staged_floats
+from m40llm.ops.cuda.steps import EagerStep, GraphStep
 from m40llm.ops.cuda.tensor import DeviceTensor
 from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.ops.rope_table import rope_tables
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
-
-log = logging.getLogger("m40llm.steps")
 
 
 def check_model(config: ModelConfig, kv_dtype: KVDtype) -> None:
@@ -54,55 +52,6 @@ class _Scratch:
     topk: reduce.ReduceScratch
     candidates: DeviceTensor  # (2 · R · most,) i32: of each selection first the ids, then the bits of the logits
     staging: Staging  # of h, attn, act and normed
-
-
-class EagerStep:
-    """Launches every kernel anew."""
-
-    def __init__(self, body: Callable[[], None]):
-        self.run = body
-
-
-class GraphStep:
-    """Runs eagerly once, which loads the kernels, then captures, then replays. Owns its graph.
-
-    `timed` measures each replay by events, waits for its end and logs the milliseconds.
-    """
-
-    def __init__(self, device: Device, body: Callable[[], None], timed: bool = False):
-        self._device = device
-        self._events = (device.event(), device.event()) if timed else None
-        self._body = body
-        self._warm = False
-        self._graph: Graph | None = None
-
-    def run(self) -> None:
-        if not self._warm:
-            self._warm = True
-            self._body()
-            return
-        if self._graph is None:
-            with self._device.capture() as graph:
-                self._body()
-            self._graph = graph
-        if self._events is None:
-            self._device.replay(self._graph)
-            return
-        start, end = self._events
-        self._device.record(start)
-        self._device.replay(self._graph)
-        self._device.record(end)
-        end.synchronize()
-        log.info("decode graph: replayed in %.3f ms", end.elapsed_ms(start))
-
-    def close(self) -> None:
-        """Frees the graph; may be called twice."""
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            graph.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class CudaOps:

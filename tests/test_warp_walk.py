@@ -1,4 +1,4 @@
-"""bench/sass.py: Maxwell listings are parsed, and a warp is walked through loops, divisions and 64-bit addresses."""
+"""bench/nvdisasm.py parses Maxwell listings; bench/warp_walk.py walks a warp through loops, divisions and 64-bit addresses."""
 
 from __future__ import annotations
 
@@ -42,40 +42,49 @@ loop:
 """
 
 
-@pytest.fixture(scope="module")
-def sass() -> ModuleType:
+def of_bench(name: str) -> ModuleType:
     sys.path.insert(0, str(BENCH))
     try:
-        return importlib.import_module("sass")
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(BENCH))
 
 
+@pytest.fixture(scope="module")
+def nvdisasm() -> ModuleType:
+    return of_bench("nvdisasm")
+
+
+@pytest.fixture(scope="module")
+def warp_walk() -> ModuleType:
+    return of_bench("warp_walk")
+
+
 @pytest.mark.parametrize("trips", [0, 1, 7])
-def test_a_loop_is_counted_by_what_memory_says(sass: ModuleType, trips: int) -> None:
+def test_a_loop_is_counted_by_what_memory_says(nvdisasm: ModuleType, warp_walk: ModuleType, trips: int) -> None:
     address = 0x7_0000_0000
-    launch = sass.Launch(
+    launch = warp_walk.Launch(
         (3, 0, 0), (0, 0, 0), (32, 1, 1), (1, 1, 1), {0x140: address & 0xFFFFFFFF, 0x144: address >> 32}
     )
     known = {address + 4 * 3 + 4: trips}  # of thread 3, one further on
-    walked = sass.walk(sass.parse(LISTING)["loop"], launch, known.get)
+    walked = warp_walk.walk(nvdisasm.parse(LISTING)["loop"], launch, known.get)
     assert walked.counts["FFMA", 0] == walked.counts["LDS", 128] == trips
     assert walked.counts["LDG", 32] == walked.counts["STG", 64] == walked.counts["EXIT", 0] == 1
     assert walked.counts.total() == 13 + 5 * trips
     assert walked.guesses == ("BRA at 0xa8",)  # of a float: not taken
 
 
-def test_an_endless_walk_is_an_error(sass: ModuleType) -> None:
-    launch = sass.Launch((0, 0, 0), (0, 0, 0), (32, 1, 1), (1, 1, 1), {})
+def test_an_endless_walk_is_an_error(nvdisasm: ModuleType, warp_walk: ModuleType) -> None:
+    launch = warp_walk.Launch((0, 0, 0), (0, 0, 0), (32, 1, 1), (1, 1, 1), {})
     with pytest.raises(RuntimeError, match="still running after 1000 instructions"):
-        sass.walk(sass.parse(LISTING)["loop"], launch, lambda _: 1 << 20, limit=1000)
+        warp_walk.walk(nvdisasm.parse(LISTING)["loop"], launch, lambda _: 1 << 20, limit=1000)
 
 
 @pytest.mark.parametrize(("a", "b"), [(7, 9), (0x12345678, 0x9ABC), (0xFFFFFFFF, 0xFFFFFFFF), (1 << 16, 3 << 16)])
-def test_the_three_steps_of_a_product(sass: ModuleType, a: int, b: int) -> None:
+def test_the_three_steps_of_a_product(warp_walk: ModuleType, a: int, b: int) -> None:
     """ptxas multiplies 32-bit integers by XMAD, XMAD.MRG and XMAD.PSL.CBCC."""
     low, high = a & 0xFFFF, b >> 16
-    first = sass._xmad((), a, b, 0, b)
-    merged = sass._xmad(("MRG",), low, high, 0, b)
-    product = sass._xmad(("PSL", "CBCC"), a >> 16, merged >> 16, first, merged)
+    first = warp_walk._xmad((), a, b, 0, b)
+    merged = warp_walk._xmad(("MRG",), low, high, 0, b)
+    product = warp_walk._xmad(("PSL", "CBCC"), a >> 16, merged >> 16, first, merged)
     assert product == a * b & 0xFFFFFFFF
