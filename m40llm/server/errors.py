@@ -74,11 +74,11 @@ def _code_of(error: BaseException) -> str:
 
 
 def _from_http(error: web.HTTPException) -> ApiError:
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return ApiError(413, f"{error.text}; send less or raise --max-body-mb", code="body_too_large")
     if error.status == 405:
         allow = error.headers.get("Allow", "")
-        return ApiError(405, f"this path takes {allow}", code="method_not_allowed", headers={"Allow": allow})
+        return ApiError(
+            405, f"this path takes {', '.join(allow.split(','))}", code="method_not_allowed", headers={"Allow": allow}
+        )
     if error.status == 404:
         return ApiError(404, "no such path; docs/server.md lists the routes", code="not_found")
     return ApiError(error.status, error.reason or "the request could not be read")

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from m40llm.server import logs
 from m40llm.server.app import build_app
+from m40llm.server.connections import Runner, listen
 from m40llm.server.settings import ServerOptions
 from m40llm.server.state import STATE, ServerState
 
@@ -23,7 +24,7 @@ def run_server(options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT (a second one cuts what is still running).
 
     Raises:
-        OSError: the address cannot be bound.
+        AddressError: the address cannot be listened on; nothing has been loaded.
         Exception: whatever loading the model raised, see `Model.open`.
     """
     logs.set_up(options.log_format)
@@ -31,9 +32,10 @@ def run_server(options: ServerOptions) -> None:
 
 
 async def _serve(options: ServerOptions) -> None:
+    sockets = await asyncio.to_thread(listen, options.host, options.port)
     app = build_app(options)
     state = app[STATE]
-    runner = web.AppRunner(
+    runner = Runner(
         app,
         handler_cancellation=True,  # a client that goes away takes its generation with it
         access_log=None,
@@ -45,8 +47,8 @@ async def _serve(options: ServerOptions) -> None:
     watchers = [asyncio.create_task(_watch_parent(state))] if options.exit_with_parent else []
     await runner.setup()
     try:
-        site = web.TCPSite(runner, options.host, options.port)
-        await site.start()
+        for sock in sockets:
+            await web.SockSite(runner, sock).start()
         _announce(runner, options)
         await state.stop.wait()
         await _drain(state, cut)

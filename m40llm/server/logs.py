@@ -8,8 +8,6 @@ import sys
 import time
 from typing import Any
 
-from aiohttp.http_exceptions import HttpProcessingError
-
 from m40llm.server.jobs import Job
 from m40llm.server.settings import LogFormat
 
@@ -20,21 +18,11 @@ def set_up(log_format: LogFormat) -> None:
     """Sends this package's log to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
-    handler.addFilter(_without_peers_traceback)
     for name in ("m40llm", "aiohttp", "asyncio"):
         log = logging.getLogger(name)
         log.handlers = [handler]
         log.setLevel(logging.INFO if name == "m40llm" else logging.WARNING)
         log.propagate = False
-
-
-def _without_peers_traceback(record: logging.LogRecord) -> bool:
-    """Whoever sends what is no HTTP gets one line, and no traceback: it says nothing about this program."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.fields = {"reason": str(error.message).splitlines()[0][:200]}
-        record.exc_info = record.exc_text = None
-    return True
 
 
 def event(message: str, level: int = logging.INFO, error: BaseException | None = None, **fields: Any) -> None:

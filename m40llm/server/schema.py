@@ -297,10 +297,9 @@ async def read_body(request: web.Request, kind: type[_B]) -> _B:
     """The request's JSON as `kind`.
 
     Raises:
-        ApiError: 400 with the reason.
-        web.HTTPRequestEntityTooLarge: over the body limit.
+        ApiError: 400 with the reason; 413 over the body limit.
     """
-    raw = await request.read()
+    raw = await _bytes(request)
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -311,6 +310,22 @@ async def read_body(request: web.Request, kind: type[_B]) -> _B:
         return kind.model_validate(data)
     except ValidationError as error:
         raise _explain(error, kind) from None
+
+
+async def _bytes(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.client_max_size / (1 << 20)
+        message = f"the body is over the limit of {limit:g} MiB; send less, or raise --max-body-mb"
+        raise ApiError(413, message, code="body_too_large") from None
+    except web.RequestPayloadError as error:
+        encoding = request.headers.get("Content-Encoding")
+        if encoding is None:
+            message = f"the body could not be read: {' '.join(str(error).split())[:200]}"
+        else:
+            message = f"the body is not {encoding:.40}, as Content-Encoding says; drop the header, or encode the body"
+        raise ApiError(400, message, code="invalid_body") from None
 
 
 def _explain(error: ValidationError, kind: type[Body]) -> ApiError:
