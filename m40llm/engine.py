@@ -91,15 +91,16 @@ class Engine:
         on_compile: OnCompile | None = None,
         on_step: OnStep | None = None,
         warm_up: bool = False,
+        before_warm_up_step: Callable[[], None] | None = None,
     ) -> Engine:
         """Opens the model (see `Model.open` for what can be wrong with it) and its cache, and starts the thread.
 
-        `warm_up`: before the first request, see `Model.warm_up`.
+        `warm_up`: before the first request, see `Model.warm_up`. What any of the callbacks raises ends the loading.
         """
         model = Model.open(path, options, progress=progress, on_compile=on_compile)
         try:
             if warm_up:
-                model.warm_up()
+                model.warm_up(before_warm_up_step)
             cache = open_cache(model.cache_identity, options)
         except BaseException:
             model.close()

@@ -102,8 +102,10 @@ class Model:
             profile,
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, before_step: Callable[[], None] | None = None) -> None:
         """Runs a step of each kind, so that no later one waits for a kernel to be compiled or loaded.
+
+        `before_step` is called before each; what it raises ends the warm-up.
 
         Many rows, four, two and one have kernels of their own; so do as many rows of logits, whose matrix may be of another
         type. What is left in slot 0 counts as nothing.
@@ -112,6 +114,8 @@ class Model:
         for count in (64, 4, 2, 1):
             rows = min(count, limits.rows, self.session.kv_layout.context)
             wanted = range(max(0, rows - limits.logit_rows), rows)
+            if before_step is not None:
+                before_step()
             self.session.run(StepPlan.pack([Segment(0, 0, [0] * rows, wanted)]))
 
     def close(self) -> None:

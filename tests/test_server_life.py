@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from m40llm.cli.app import run
-from tests.server_process import SERVE, Reply, ServerProcess, serving
+from tests.server_process import SERVE, START_SECONDS, Reply, ServerProcess, serving
 from tests.tiny_gguf import build_tiny_gguf
 
 ENDLESS = {"prompt": "Once", "prompt_format": "raw", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -273,6 +273,18 @@ def test_while_loading_health_says_so_and_sigterm_works(tiny: Path) -> None:
         assert first.json == {"status": "loading model"}
         assert process.post("/generate", {"prompt": "a"}).status in (200, 503)
     assert process.stop() == 0
+
+
+def test_sigterm_ends_a_first_start_that_compiles(tiny: Path, tmp_path: Path) -> None:
+    process = ServerProcess(tiny, env={"XDG_CACHE_HOME": str(tmp_path)})
+    process.wait_for(lambda: any("compiling kernels" in line for line in process.log), START_SECONDS)
+    process.process.send_signal(signal.SIGTERM)
+    process.wait_for(lambda: any('"stopping"' in line for line in process.log))
+    assert process.stop() == 0
+    compiled = [path.name for path in tmp_path.rglob("*.nbc")]
+    assert 0 < len(compiled) < 8, compiled  # what was under way, of some thirty
+    assert '"stopped"' in process.log[-1]
+    assert not any('"ready"' in line or "Traceback" in line for line in process.log)
 
 
 def test_the_server_ends_with_its_parent(tiny: Path) -> None:

@@ -15,6 +15,22 @@ from m40llm.plan import Segment, StepPlan
 from tests.tiny_gguf import build_tiny_gguf
 
 
+def test_a_warm_up_ends_where_it_is_told_to(tmp_path: Path) -> None:
+    path = build_tiny_gguf(tmp_path / "tiny.gguf")
+    asked = []
+
+    def before_step() -> None:
+        asked.append(True)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    with Model.open(path, RuntimeOptions(device="cpu", threads=1, ctx=64)) as model:
+        with pytest.raises(KeyboardInterrupt):
+            model.warm_up(before_step)
+        assert len(asked) == 2
+        model.warm_up()  # and may be had later
+
+
 @pytest.mark.parametrize("slots", [1, 3, 9])
 def test_no_step_needs_a_kernel_that_the_warm_up_did_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from aiohttp import web
@@ -17,7 +17,6 @@ from m40llm.server.limits import PromptLimit
 from m40llm.server.settings import ServerOptions
 from m40llm.server.slots import default_slots
 from m40llm.server.state import STATE, ServerState
-from m40llm.weights import LoadProgress
 
 _REAP_SECONDS = 1.0
 
@@ -78,38 +77,40 @@ def _load(state: ServerState) -> Engine:
     slots = options.slots or default_slots(options.model_path, options.runtime)
     runtime = replace(options.runtime, slots=slots, max_queue=options.max_queue, idle_timeout_s=options.idle_timeout)
     logs.event("loading", model=options.model_path, slots=slots)
+    loading = _Loading(state)
     engine = Engine.load(
         options.model_path,
         runtime,
-        on_compile=_say_once("compiling kernels for this machine (once, some seconds; cached afterwards)"),
+        on_compile=loading.compiles,
         on_step=state.metrics.step,
         warm_up=options.warm_up,
-        progress=_stop_when_asked(state),
+        before_warm_up_step=loading.check,
+        progress=loading.read,
     )
     state.limit = PromptLimit(engine.model.tokenizer, engine.context)
     return engine
 
 
-def _stop_when_asked(state: ServerState) -> LoadProgress:
-    """A thread cannot be ended from outside; it can ask, while it reads gigabytes, whether anybody still wants them."""
+class _Loading:
+    """A thread cannot be ended from outside; it can ask, while it reads, compiles and warms up, whether that is still wanted."""
 
-    def progress(done: int, total: int) -> None:
-        if state.draining:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._said = False
+
+    def check(self) -> None:
+        """Raises EngineClosed once the server has been told to stop."""
+        if self._state.stop.is_set():
             raise EngineClosed("stopped while loading")
 
-    return progress
+    def read(self, done: int, total: int) -> None:
+        self.check()
 
-
-def _say_once(message: str) -> Callable[[str], None]:
-    said = False
-
-    def say(name: str) -> None:
-        nonlocal said
-        if not said:
-            said = True
-            logs.event(message)
-
-    return say
+    def compiles(self, name: str) -> None:
+        self.check()
+        if not self._said:
+            self._said = True
+            logs.event("compiling kernels for this machine (once, some seconds; cached afterwards)")
 
 
 def _loaded(state: ServerState, task: asyncio.Task[Engine]) -> None:
@@ -120,6 +121,8 @@ def _loaded(state: ServerState, task: asyncio.Task[Engine]) -> None:
         state.stop.set()
         return
     state.engine = engine = task.result()
+    if state.stop.is_set():  # it came too late, and is there to be closed
+        return
     logs.event("device", reason=engine.model.device_reason)
     for note in engine.model.notes:
         logs.event(note)
