@@ -125,9 +125,10 @@ class ServerProcess:
     def post(self, path: str, body: Any, **headers: str) -> Reply:
         return self.ask("POST", path, body, headers)
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, *default: float) -> float:
         text = self.get("/metrics").body.decode()
-        return float(next(line.split()[-1] for line in text.splitlines() if line.startswith((name + " ", name + "{"))))
+        found = (line.split()[-1] for line in text.splitlines() if line.startswith((name + " ", name + "{")))
+        return float(next(found, *default))
 
     def slot_states(self) -> list[str]:
         return [slot["state"] for slot in self.get("/slots").json]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from m40llm.gguf import GGUFFile
+from m40llm.sampling import TokenLogprobs
+from m40llm.server.replies import TextLogprobs
+from m40llm.text import Tokenizer
 from tests.server_process import ServerProcess
+from tests.tiny_gguf import build_tiny_gguf
 
 RAW: dict[str, Any] = {"prompt": "a", "prompt_format": "raw", "max_tokens": 1, "temperature": 0}
 
@@ -58,8 +65,6 @@ HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
     ],
 )
 def test_what_is_no_http_gets_an_error_in_openais_shape(server: ServerProcess, data: bytes, words: str) -> None:
-    import re
-
     before = len(server.log)
     status, error = said(server, data)
     assert status == 400
@@ -73,3 +78,32 @@ def test_small_words_name_limit_and_methods(server: ServerProcess) -> None:
     error = server.post("/generate", b" " * (9 << 20)).json["error"]
     assert error["message"] == "the body is over the limit of 8 MiB; send less, or raise --max-body-mb"
     assert server.ask("DELETE", "/health").json["error"]["message"] == "this path takes GET, HEAD"
+
+
+def test_timings_are_of_all_choices(server: ServerProcess) -> None:
+    reply = server.post("/v1/completions", {"prompt": "One, two", "max_tokens": 4, "n": 2, "ignore_eos": True}).json
+    timings, usage = reply["timings"], reply["usage"]
+    assert timings["predicted_n"] == usage["completion_tokens"] == 8
+    assert timings["prompt_n"] + timings["cache_n"] == 2 * usage["prompt_tokens"]
+    # each choice's first token belongs to the time of the prompt
+    assert timings["predicted_per_second"] == pytest.approx(6 / timings["predicted_ms"] * 1000, rel=1e-2)
+
+
+def test_pieces_of_characters_have_names_of_their_own(server: ServerProcess) -> None:
+    body = {"prompt": "🦓🦓🦓", "max_tokens": 6, "temperature": 0, "logprobs": 20}
+    logprobs = server.post("/v1/completions", body).json["choices"][0]["logprobs"]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [20] * 6  # none took the place of another
+    names = [name for top in logprobs["top_logprobs"] for name in top]
+    assert not any("\ufffd" in name for name in names)
+    assert any(name.startswith("bytes:\\x") for name in names)
+
+
+def test_offsets_count_complete_characters(tmp_path: Path) -> None:
+    with GGUFFile.open(build_tiny_gguf(tmp_path / "tiny.gguf")) as file:
+        tokenizer = Tokenizer.from_gguf(file.metadata)  # a token a byte, but for some English
+    ids = tokenizer.encode("é🦓a", bos=False)
+    assert len(ids) == 7
+    found = TextLogprobs(tokenizer, 10).of(TokenLogprobs(i, -1.0, ((i, -1.0),)) for i in ids)
+    assert found["tokens"][:3] == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xf0"]
+    assert found["text_offset"] == [10, 10, 11, 11, 11, 11, 12]
+    assert found["top_logprobs"][6] == {"a": -1.0}

@@ -98,6 +98,29 @@ def test_a_required_tool_is_called_in_a_stream_as_without(client: openai.OpenAI)
     assert [(c.function.name, c.function.arguments) for c in whole] == [(call["name"], call["arguments"])]  # type: ignore[union-attr]
 
 
+def test_a_forced_call_that_is_cut_off_leaks_no_markup(server: ServerProcess, client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
+    for max_tokens in (3, 8):
+        content, _, reasons = streamed(client, **options, max_tokens=max_tokens)
+        assert (content, reasons) == ("", ["length"])
+        choice = client.chat.completions.create(model="x", **options, max_tokens=max_tokens).choices[0]
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+        assert not choice.message.tool_calls
+
+
+@pytest.mark.parametrize(("choice", "reason"), [(NAMED, "tool_calls"), ("none", "length")])
+def test_the_log_says_what_the_reply_says(server: ServerProcess, choice: Any, reason: str) -> None:
+    counter = f'm40llm_requests_total{{finish_reason="{reason}"}}'
+    before = server.metric(counter, 0)
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice, "temperature": 0}
+    reply = server.post("/v1/chat/completions", {**body, "max_tokens": 80 if reason == "tool_calls" else 3}).json
+    assert reply["choices"][0]["finish_reason"] == reason
+    server.wait_for(lambda: any(entry["id"] == reply["id"] for entry in server.requests))
+    assert [entry["finish_reason"] for entry in server.requests if entry["id"] == reply["id"]] == [reason]
+    assert server.metric(counter, 0) == before + 1
+
+
 def test_a_result_goes_back_and_is_answered(client: openai.OpenAI) -> None:
     """SmolLM2's template knows no tools: call and result reach the model as text."""
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}

@@ -80,7 +80,7 @@ class AnswerPlan:
         if self.tools.parsed:
             form = self.markup.tools.exact if self.tools.strict else self.markup.tools
             limit = None if self.tools.parallel else 1
-            calls = ToolCallParser(form, self.tools.allowed, eager=self.eager, limit=limit)
+            calls = ToolCallParser(form, self.tools.allowed, eager=self.eager, limit=limit, forced=self.tools.forced)
         return PlainOutput() if splitter is None and calls is None else MarkupOutput(splitter, calls)
 
 

@@ -47,7 +47,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     requests = [plan.request(ids, params) for params in choices_of(params, body.choices)]
     reply = _Reply(state, engine, body, plan)
     with state.running(
-        body.named(requests), request_id=reply.id, route=ROUTE, priority=body.priority, stream=bool(body.stream)
+        body.named(requests),
+        request_id=reply.id,
+        route=ROUTE,
+        priority=body.priority,
+        stream=bool(body.stream),
+        finish_reason=reply.finish_reason,
     ) as group:
         if body.stream:
             return await reply.stream(request, group)
@@ -78,8 +83,16 @@ class _Reply:
             "object": "chat.completion",
             "choices": [self._choice(index, result) for index, result in enumerate(results)],
             "usage": replies.usage(results, len(results)),
-            "timings": replies.timings(results[0]),
+            "timings": replies.timings(results),
         }
+
+    def finish_reason(self, result: GenerationResult) -> str:
+        """What the reply says of this generation, for the log: the handler that reads the answer may be gone by then."""
+        parser = self._plan.parser()
+        if self._plan.tools.parsed:
+            parser.push(result.text)
+            parser.flush()
+        return _finish_reason(parser, result)
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
         parser = self._plan.parser()
@@ -136,7 +149,7 @@ class _Reply:
         rest = parser.flush()
         chunks = [] if rest.empty else [self._chunk(job.index, _delta_object(rest))]
         last = self._chunk(job.index, {}, finish_reason=_finish_reason(parser, result))
-        return [*chunks, {**last, "timings": replies.timings(result)}]
+        return [*chunks, {**last, "timings": replies.timings([result])}]
 
     def _chunk(
         self,

@@ -86,10 +86,9 @@ class _Reply:
     def __init__(self, state: ServerState, engine: Engine, body: CompletionBody, echoes: list[str]) -> None:
         self.id = replies.new_id("cmpl")
         self._state = state
-        self._tokenizer = engine.model.tokenizer
         self._body = body
         self._echoes = echoes
-        self._offsets = [len(echo) for echo in echoes]  # where each choice's next token's text begins
+        self._logprobs = [replies.TextLogprobs(engine.model.tokenizer, len(echo)) for echo in echoes]
         self._head = {
             "id": self.id,
             "object": "text_completion",
@@ -103,13 +102,10 @@ class _Reply:
             for i, result in enumerate(results)
         ]
         usage = replies.usage(results, self._body.choices)
-        return {**self._head, "choices": choices, "usage": usage, "timings": replies.timings(results[0])}
+        return {**self._head, "choices": choices, "usage": usage, "timings": replies.timings(results)}
 
     def _choice(self, index: int, text: str, entries: Sequence[Any], finish_reason: str | None) -> dict[str, Any]:
-        logprobs = None
-        if self._body.logprobs is not None:
-            logprobs = replies.text_logprobs(self._tokenizer, entries, self._offsets[index])
-            self._offsets[index] += sum(len(token) for token in logprobs["tokens"])
+        logprobs = None if self._body.logprobs is None else self._logprobs[index].of(entries)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     async def stream(self, request: web.Request, group: Group) -> web.StreamResponse:
@@ -138,7 +134,7 @@ class _Reply:
         if events:
             return [self._chunk(job.index, e.text, e.logprobs) for e in events if e.text or e.logprobs]
         result = job.result
-        return [{**self._chunk(job.index, "", (), result.finish_reason), "timings": replies.timings(result)}]
+        return [{**self._chunk(job.index, "", (), result.finish_reason), "timings": replies.timings([result])}]
 
     def _chunk(
         self, index: int, text: str, entries: Sequence[Any] = (), finish_reason: str | None = None

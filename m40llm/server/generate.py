@@ -57,7 +57,7 @@ def _rest(state: ServerState, result: GenerationResult, request_id: str) -> dict
         "stop": result.stop_string,
         "seed": result.seed,
         "usage": replies.usage([result]),
-        "timings": replies.timings(result),
+        "timings": replies.timings([result]),
     }
 
 

@@ -13,6 +13,13 @@ from m40llm.generation import CancelReason, Generation, GenerationResult, Prefil
 from m40llm.scheduler import Priority
 from m40llm.server.errors import ApiError
 
+# What a reply calls the end of a generation: its text may have been a tool call.
+FinishReasonOf = Callable[[GenerationResult], str]
+
+
+def as_generated(result: GenerationResult) -> str:
+    return result.finish_reason
+
 
 @dataclass(eq=False)
 class Job:
@@ -21,6 +28,7 @@ class Job:
     request_id: str
     route: str
     index: int
+    finish_reason: FinishReasonOf
     generation: Generation = field(init=False)
     reported: bool = False
 
@@ -132,13 +140,14 @@ def running(
     route: str,
     priority: Priority = "interactive",
     stream: bool = False,
+    finish_reason: FinishReasonOf = as_generated,
 ) -> Iterator[Group]:
-    """Submits all requests; whatever is still running when the block is left is cancelled.
+    """Submits all requests; whatever is still running when the block is left is cancelled. `finish_reason` is for log and metrics.
 
     Raises what `Engine.submit_all` raises.
     """
     ready = asyncio.Event()
-    jobs = [Job(request_id, route, index) for index in range(len(requests))]
+    jobs = [Job(request_id, route, index, finish_reason) for index in range(len(requests))]
     callbacks = [_callback(notifier, job, ready) for job in jobs]
     # Until `generation` is set, below, no callback's delivery can run: this is the loop's own thread.
     generations = engine.submit_all(requests, priority=priority, on_events=callbacks, stream=stream)

@@ -30,8 +30,8 @@ def event(message: str, level: int = logging.INFO, error: BaseException | None =
     logger.log(level, message, extra={"fields": fields}, exc_info=error)
 
 
-def request_ended(job: Job) -> None:
-    """The line of one generation. Rates are tokens per second."""
+def request_ended(job: Job, finish_reason: str) -> None:
+    """The line of one generation, with its reply's finish reason. Rates are tokens per second."""
     result = job.generation.outcome
     assert result is not None
     timings = result.timings
@@ -47,7 +47,7 @@ def request_ended(job: Job) -> None:
         queued_s=round(timings.queued_s, 4),
         prefill_tok_s=round(timings.prefill_tok_s, 1),
         decode_tok_s=round(timings.decode_tok_s, 1),
-        finish_reason=result.finish_reason,
+        finish_reason=finish_reason,
         cancelled=result.cancel_reason or False,
     )
 

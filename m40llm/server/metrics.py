@@ -51,9 +51,9 @@ class Metrics:
         for gap in stats.token_gaps:
             self._gap.observe(gap)
 
-    def request_ended(self, result: GenerationResult) -> None:
+    def request_ended(self, result: GenerationResult, finish_reason: str) -> None:
         timings = result.timings
-        self._requests.labels(result.finish_reason).inc()
+        self._requests.labels(finish_reason).inc()
         self._prompt_seconds.inc(max(0.0, timings.prefill_s))
         self._decode_seconds.inc(max(0.0, timings.decode_s))
         self._queued.observe(timings.queued_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -28,21 +29,31 @@ def usage(results: Sequence[GenerationResult], per_prompt: int = 1) -> dict[str,
     }
 
 
-def timings(result: GenerationResult) -> dict[str, Any]:
-    """llama-server's names; milliseconds and tokens per second."""
-    t = result.timings
+def timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """llama-server's names; milliseconds and tokens per second.
+
+    Of several generations, which run side by side, the tokens of all and the times of the slowest.
+    """
+    each = [result.timings for result in results]
+    prompt_s, predicted_s = max(t.prefill_s for t in each), max(t.decode_s for t in each)
+    prompt_n = sum(t.prefill_tokens for t in each)
+    timed = sum(t.decode_tokens for t in each)  # without each one's first, which the prompt's time covers
     return {
-        "cache_n": result.cached_tokens,
-        "queued_ms": _ms(t.queued_s),
-        "prompt_n": t.prefill_tokens,
-        "prompt_ms": _ms(t.prefill_s),
-        "prompt_per_token_ms": _ms(t.prefill_s / t.prefill_tokens) if t.prefill_tokens else 0.0,
-        "prompt_per_second": round(t.prefill_tok_s, 3),
-        "predicted_n": result.generated_tokens,
-        "predicted_ms": _ms(t.decode_s),
-        "predicted_per_token_ms": _ms(t.decode_s / t.decode_tokens) if t.decode_tokens else 0.0,
-        "predicted_per_second": round(t.decode_tok_s, 3),
+        "cache_n": sum(result.cached_tokens for result in results),
+        "queued_ms": _ms(max(t.queued_s for t in each)),
+        "prompt_n": prompt_n,
+        "prompt_ms": _ms(prompt_s),
+        "prompt_per_token_ms": _ms(_ratio(prompt_s, prompt_n)),
+        "prompt_per_second": round(_ratio(prompt_n, prompt_s), 3),
+        "predicted_n": sum(result.generated_tokens for result in results),
+        "predicted_ms": _ms(predicted_s),
+        "predicted_per_token_ms": _ms(_ratio(predicted_s, timed)),
+        "predicted_per_second": round(_ratio(timed, predicted_s), 3),
     }
+
+
+def _ratio(value: float, per: float) -> float:
+    return value / per if per > 0 else 0.0
 
 
 def _ms(seconds: float) -> float:
@@ -63,18 +74,29 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
     return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def text_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
-    """`choices[].logprobs` of text completions; `offset` is where the first token's text begins."""
-    tokens, chosen, top, offsets = [], [], [], []
-    for entry in entries:
-        text = _text(tokenizer, entry.token_id)
-        tokens.append(text)
-        chosen.append(entry.logprob)
-        top.append({_text(tokenizer, token): logprob for token, logprob in entry.top})
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+class TextLogprobs:
+    """`choices[].logprobs` of one text completion, chunk by chunk; `offset` is where the first token's text begins."""
 
+    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-def _text(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    def of(self, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
+        """The next tokens'. A token's offset counts the characters that are complete before it."""
+        tokens, chosen, top, offsets = [], [], [], []
+        for entry in entries:
+            tokens.append(self._name(entry.token_id))
+            chosen.append(entry.logprob)
+            top.append({self._name(token): logprob for token, logprob in entry.top})
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(entry.token_id)))
+        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+
+    def _name(self, token_id: int) -> str:
+        """A token's text; for a piece of a character OpenAI's `bytes:` and hexadecimal: as U+FFFD it would be like any other."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

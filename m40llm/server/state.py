@@ -18,7 +18,7 @@ from m40llm.scheduler import Priority
 from m40llm.server import jobs, logs
 from m40llm.server.answers import ModelMarkup
 from m40llm.server.errors import ApiError
-from m40llm.server.jobs import Group, Job, Notifier
+from m40llm.server.jobs import FinishReasonOf, Group, Job, Notifier, as_generated
 from m40llm.server.limits import PromptLimit
 from m40llm.server.metrics import Metrics
 from m40llm.server.settings import ServerOptions
@@ -99,6 +99,7 @@ class ServerState:
         route: str,
         priority: Priority | None,
         stream: bool,
+        finish_reason: FinishReasonOf = as_generated,
     ) -> Iterator[Group]:
         """See `jobs.running`."""
         with jobs.running(
@@ -109,6 +110,7 @@ class ServerState:
             route=route,
             priority=priority or "interactive",
             stream=stream,
+            finish_reason=finish_reason,
         ) as group:
             yield group
 
@@ -119,8 +121,9 @@ class ServerState:
         t = result.timings
         if result.finish_reason in ("stop", "length"):
             self.request_seconds += 0.1 * (t.prefill_s + t.decode_s - self.request_seconds)
-        self.metrics.request_ended(result)
-        logs.request_ended(job)
+        reason = job.finish_reason(result)
+        self.metrics.request_ended(result, reason)
+        logs.request_ended(job, reason)
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)

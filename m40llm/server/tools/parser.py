@@ -44,13 +44,23 @@ class ToolCallParser:
         form: the markup of the model's template.
         tools: what may be called, by name; a call of anything else is content.
         limit: calls after which markup is content.
+        forced: the answer is nothing but calls, as a grammar saw to: what is left of one that was cut off is not content.
     """
 
-    def __init__(self, form: ToolForm, tools: Mapping[str, Tool], *, eager: bool, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        form: ToolForm,
+        tools: Mapping[str, Tool],
+        *,
+        eager: bool,
+        limit: int | None = None,
+        forced: bool = False,
+    ) -> None:
         self._form = form
         self._tools = tools
         self._eager = eager
         self._limit = limit
+        self._forced = forced
         self._pending = ""  # not looked at yet
         self._gap = ""  # white space: content if content follows, nothing if a call does
         self._raw = ""  # markup that is not a call yet
@@ -173,6 +183,8 @@ class ToolCallParser:
 
     def _say(self, text: str, out: list[Delta]) -> None:
         """Content, but for white space at its end."""
+        if self._forced:
+            return
         text = self._gap + text
         end = len(text.rstrip())
         self._gap = text[end:]
