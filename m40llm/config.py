@@ -323,9 +323,9 @@ class SamplingParams:
         )
         for name, value, low, high in ranges:
             if value is not None and not (low <= value <= high):  # also refuses NaN
-                bounds = f"at least {low:g}" if high == math.inf else f"{low:g}..{high:g}"
+                bounds = f"at least {low}" if high == math.inf else f"{low}..{high}"
                 raise ConfigError(f"{name} is {value}; expected {bounds}")
         if any(not text for text in self.stop):
-            raise ConfigError("a stop string is empty; remove it")
+            raise ConfigError("stop holds an empty string; remove it")
         if any(not math.isfinite(bias) or token < 0 for token, bias in self.logit_bias):
             raise ConfigError("logit_bias must map token ids (0 or more) to finite numbers")

@@ -74,7 +74,7 @@ def test_version(capsys: Captured) -> None:
         (["generate", "m", "p", "--ctx", "0"], "--ctx is 0"),
         (["generate", "m", "p", "--logit-bias", "x"], "write ID=BIAS"),
         (["generate", "m", "p", "--logit-bias", "3=inf"], "--logit-bias"),
-        (["generate", "m", "p", "--stop", ""], "stop string is empty"),
+        (["generate", "m", "p", "--stop", ""], "--stop holds an empty string"),
         (["tokenize", "m"], "either --text or --file"),
         (["quantize", "a", "b", "--type", "q9"], "q9"),
     ],

@@ -107,3 +107,66 @@ def test_offsets_count_complete_characters(tmp_path: Path) -> None:
     assert found["tokens"][:3] == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xf0"]
     assert found["text_offset"] == [10, 10, 11, 11, 11, 11, 12]
     assert found["top_logprobs"][6] == {"a": -1.0}
+
+
+CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (TEXT, {**RAW, "stop": ""}, "stop", "stop holds an empty string; remove it"),
+        (TEXT, {**RAW, "stop": 5}, "stop", "stop is 5; expected a string or a list of strings"),
+        (TEXT, {**RAW, "stop": ["a", 1]}, "stop", "stop[1] is 1; stop must be a string or a list of strings"),
+        (
+            TEXT,
+            {"prompt": ["a", 1]},
+            "prompt",
+            "prompt[1] is 1; prompt must be a string, a list of strings, a list of integers or a list of lists of integers",
+        ),
+        (TEXT, {**RAW, "logit_bias": 3}, "logit_bias", 'logit_bias is 3; expected {"token id": bias} or [[token id, bias], …]'),
+        (TEXT, {**RAW, "logit_bias": {"28": "x"}}, "logit_bias", "logit_bias: ('28', 'x') is no token id with a number"),
+        (TEXT, {**RAW, "logit_bias": [[28, 10**400]]}, "logit_bias", "logit_bias of token 28 is too large"),
+        (TEXT, {**RAW, "logit_bias": [28]}, "logit_bias", "logit_bias: each entry is [token id, bias]"),
+        (TEXT, {**RAW, "stream": "yes"}, "stream", 'stream is "yes"; expected true or false'),
+        (TEXT, {**RAW, "stream": True, "stream_options": []}, "stream_options", "stream_options is a list; expected an object"),
+        (
+            TEXT,
+            {**RAW, "stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options",
+            "stream_options.include_usage is 1; expected true or false",
+        ),
+        (TEXT, {**RAW, "stream_options": {"x": 1}}, "stream_options", "unknown field 'stream_options.x'"),
+        (TEXT, {**RAW, "seed": -2}, "seed", "seed is -2; expected 0..18446744073709551615"),
+        (TEXT, {**RAW, "priority": "x" * 99}, "priority", f'priority is "{"x" * 39}…; expected \'interactive\' or \'background\''),
+        (TEXT, {**RAW, "prefix_cache_ids": ["a"] * 65}, "prefix_cache_ids", "prefix_cache_ids has 65 entries; 64 are the limit"),
+        (CHAT, {**HI, "messages": []}, "messages", "messages is empty; give at least one"),
+        (CHAT, {**HI, "messages": "hi"}, "messages", 'messages is "hi"; expected a list of objects'),
+        (CHAT, {**HI, "tools": [1]}, "tools", "tools[0] is 1; tools must be a list of objects"),
+        (CHAT, {**HI, "top_logprobs": 21, "logprobs": True}, "top_logprobs", "top_logprobs is 21; expected at most 20"),
+        (CHAT, {**HI, "reasoning_format": "none"}, "reasoning_format", "'reasoning_format' is not supported; leave it out"),
+        (TEXT, {**RAW, "cache_prompt": False}, "cache_prompt", "'cache_prompt' is not supported; leave it out"),
+        (TEXT, {**RAW, "n_probs": 3}, "n_probs", "'n_probs' is not supported; leave it out"),
+        (CHAT, {**HI, "think": True}, "think", "unknown field 'think'"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_field_and_what_it_takes(
+    server: ServerProcess, path: str, body: Any, param: str, message: str
+) -> None:
+    if path == TEXT:
+        body = {key: value for key, value in body.items() if key != "prompt_format"}
+    reply = server.post(path, body)
+    assert reply.status == 400, reply.body
+    assert (reply.json["error"]["message"], reply.json["error"]["param"]) == (message, param)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "n_predict", "max_completion_tokens"])
+def test_minus_one_is_as_much_as_the_context_holds(server: ServerProcess, name: str) -> None:
+    body = {"messages": HI["messages"], name: -1, "stop": ["e", "a", "o"]}
+    assert server.post(CHAT, body).json["choices"][0]["finish_reason"] == "stop"
+    assert server.post(CHAT, {**body, name: -2}).status == 400
+
+
+def test_reasoning_format_is_taken_where_it_says_what_happens(server: ServerProcess) -> None:
+    assert server.post(CHAT, {**HI, "reasoning_format": "auto", "n_probs": 0}).status == 200

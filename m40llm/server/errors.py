@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 from aiohttp import web
 
-from m40llm.config import ConfigError
+from m40llm.config import ConfigError, SamplingParams
 from m40llm.engine import EngineClosed, QueueFull, RequestError
 from m40llm.generation import GenerationFailed
 from m40llm.sampling import SamplingError
 from m40llm.text import ChatTemplateError, TokenizerError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _BAD_REQUEST = (RequestError, ConfigError, SamplingError, ChatTemplateError, TokenizerError)
 
 
@@ -64,8 +66,9 @@ def api_error(error: BaseException, retry_after: float = 1.0) -> ApiError | None
 
 
 def _field_of(error: BaseException) -> str | None:
-    # ConfigError of SamplingParams begins with the field's name
-    return str(error).split(" ", 1)[0] if isinstance(error, (ConfigError, SamplingError)) else None
+    # a ConfigError of SamplingParams begins with the field's name
+    word = str(error).split(" ", 1)[0] if isinstance(error, (ConfigError, SamplingError)) else ""
+    return word if word in _SAMPLING_FIELDS else None
 
 
 def _code_of(error: BaseException) -> str:

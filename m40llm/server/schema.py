@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -13,6 +12,7 @@ from pydantic_core import from_json
 from m40llm.config import SamplingParams
 from m40llm.engine import Request
 from m40llm.server.errors import ApiError
+from m40llm.server.explain import explain
 
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 32, 4096
 
@@ -41,6 +41,11 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "grammar": ("",),
     "json_schema": ({},),
     "samplers": ([],),
+    "n_probs": (0,),
+    "min_keep": (0,),
+    "response_fields": ([],),
+    "image_data": ([],),
+    "reasoning_format": ("auto", "deepseek"),  # what is thought is always apart
     "lora": ([],),
     "audio": (),
     "modalities": (["text"],),
@@ -101,7 +106,9 @@ class SamplingBody(Body):
     repeat_last_n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | list[list[Any]] | None = None
+    logit_bias: dict[str, Any] | list[Any] | None = Field(
+        None, description='{"token id": bias} or [[token id, bias], …]'
+    )
     seed: int | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
@@ -130,7 +137,7 @@ class SamplingBody(Body):
         if len(set(given.values())) > 1:
             raise ApiError(400, f"{' and '.join(given)} contradict each other; give one", param=next(iter(given)))
         value = next(iter(given.values()), None)
-        return None if value == -1 and "n_predict" in given else value  # -1: as much as the context holds
+        return None if value == -1 else value  # llama-server's -1: as much as the context holds
 
     def sampling(self, *, logprobs: int | None = None) -> SamplingParams:
         """The sampler's parameters; llama.cpp's defaults where nothing is said.
@@ -154,7 +161,7 @@ class SamplingBody(Body):
         )
 
 
-def _bias(given: dict[str, float] | list[list[Any]] | None) -> tuple[tuple[int, float], ...]:
+def _bias(given: dict[str, Any] | list[Any] | None) -> tuple[tuple[int, float], ...]:
     """OpenAI's {"id": bias} or llama-server's [[id, bias], …], where a bias of false forbids the token."""
     if given is None:
         return ()
@@ -163,7 +170,7 @@ def _bias(given: dict[str, float] | list[list[Any]] | None) -> tuple[tuple[int, 
     for pair in pairs:
         try:
             token, bias = pair
-        except ValueError:
+        except (TypeError, ValueError):
             raise ApiError(400, "logit_bias: each entry is [token id, bias]", param="logit_bias") from None
         if isinstance(token, str) and token.isdecimal() and len(token) < 10:
             token = int(token)
@@ -171,7 +178,10 @@ def _bias(given: dict[str, float] | list[list[Any]] | None) -> tuple[tuple[int, 
             bias = -1e9
         if type(token) is not int or type(bias) not in (int, float):
             raise ApiError(400, f"logit_bias: {pair!r:.80} is no token id with a number", param="logit_bias")
-        found.append((token, float(bias)))
+        try:
+            found.append((token, float(bias)))
+        except OverflowError:
+            raise ApiError(400, f"logit_bias of token {token} is too large", param="logit_bias") from None
     return tuple(found)
 
 
@@ -309,7 +319,7 @@ async def read_body(request: web.Request, kind: type[_B]) -> _B:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, kind) from None
+        raise explain(error, kind) from None
 
 
 async def _bytes(request: web.Request) -> bytes:
@@ -326,17 +336,3 @@ async def _bytes(request: web.Request) -> bytes:
         else:
             message = f"the body is not {encoding:.40}, as Content-Encoding says; drop the header, or encode the body"
         raise ApiError(400, message, code="invalid_body") from None
-
-
-def _explain(error: ValidationError, kind: type[Body]) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
-    field = str(first["loc"][0]) if first["loc"] else None
-    if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path, kind.model_fields, 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        return ApiError(400, f"unknown field '{path:.80}'{hint}", param=path[:80], code="unknown_field")
-    if first["type"] == "missing":
-        return ApiError(400, f"'{path}' is missing", param=field, code="missing_field")
-    message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{path[:120]}: {message[0].lower()}{message[1:]}", param=field, code="invalid_value")
