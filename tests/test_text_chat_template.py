@@ -35,9 +35,13 @@ def test_named_templates_and_overrides() -> None:
     assert rendered("rag", tools=[{}]) == "rag"
     assert rendered("{{ messages[0].content }}!") == "hi!"
     with pytest.raises(
-        ChatTemplateError, match=r"no chat template is named 'nope' \(the file's: default, tool_use, rag\)"
+        ChatTemplateError,
+        match=r"no chat template is named 'nope' \(the file's: default, tool_use, rag; always: chatml\)",
     ):
         rendered("nope")
+    assert rendered("chatml") == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    metadata[f"{KEY}.chatml"] = "the file's own"
+    assert rendered("chatml") == "the file's own"
     with pytest.raises(ChatTemplateError, match="not a text"):
         ChatTemplate.from_gguf({KEY: 3})
 

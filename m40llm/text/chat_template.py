@@ -14,6 +14,13 @@ from m40llm.text.sandbox import BoundedEnvironment, RaisedByTemplate
 _KEY = "tokenizer.chat_template"
 _MAX_SOURCE = 1 << 20
 _TOOL_USE = "tool_use"
+# Templates that any file may be run with, by llama-server's names. ChatML: OpenAI's, of 2023, which many models were tuned on.
+_BUILT_IN = {
+    "chatml": (
+        "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    )
+}
 _PROBE = "\x02probe\x03"
 
 
@@ -44,7 +51,7 @@ class ChatTemplate:
         Args:
             metadata: key → value.
             override: Jinja2 source to use instead of the file's, or the name of one of the file's templates
-                (``tokenizer.chat_template.NAME``; ``default`` is the unnamed one).
+                (``tokenizer.chat_template.NAME``; ``default`` is the unnamed one), or ``chatml``.
 
         Raises:
             ChatTemplateError: the template does not compile, is not a text, or no template has that name.
@@ -55,13 +62,15 @@ class ChatTemplate:
             source = named.get("default")
             if source is None:
                 return None
-        elif override in named:
-            source, tool_source = named[override], None
+        elif override in named or override in _BUILT_IN:
+            source, tool_source = {**_BUILT_IN, **named}[override], None
         elif "{" in override:
             source, tool_source = override, None
         else:
             known = ", ".join(named) or "none"
-            raise ChatTemplateError(f"no chat template is named {quote(override)} (the file's: {known})")
+            raise ChatTemplateError(
+                f"no chat template is named {quote(override)} (the file's: {known}; always: {', '.join(_BUILT_IN)})"
+            )
         return cls(source, tool_source, _token_texts(metadata))
 
     def render(
