@@ -170,3 +170,24 @@ def test_minus_one_is_as_much_as_the_context_holds(server: ServerProcess, name: 
 
 def test_reasoning_format_is_taken_where_it_says_what_happens(server: ServerProcess) -> None:
     assert server.post(CHAT, {**HI, "reasoning_format": "auto", "n_probs": 0}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/completion", "use /v1/completions"),
+        ("/infill", "use /v1/completions"),
+        ("/api/chat", "use /v1/chat/completions"),
+        ("/api/blobs/sha256:1", "under /v1"),
+        ("/v1/responses", "use /v1/chat/completions"),
+        ("/v1/messages/count_tokens", "use /v1/chat/completions"),
+        ("/v1/embeddings", "generates text only"),
+        ("/slots/0?action=save", "/v1/cache/warm"),
+        ("/v1/audio/speech", "text only"),
+    ],
+)
+def test_neighbours_routes_are_refused_with_what_to_use(server: ServerProcess, path: str, instead: str) -> None:
+    reply = server.post(path, {"prompt": "a"})
+    assert (reply.status, reply.json["error"]["code"]) == (404, "unsupported_route")
+    assert f"{path.partition('?')[0]} is not supported; " in reply.json["error"]["message"]
+    assert instead in reply.json["error"]["message"]

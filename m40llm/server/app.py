@@ -12,6 +12,7 @@ from m40llm.engine import Engine, EngineClosed
 from m40llm.server import chat, completions, generate, logs, middleware, native
 from m40llm.server.cache_routes import add_cache_routes
 from m40llm.server.chat_page import add_chat_page
+from m40llm.server.elsewhere import add_routes_of_others
 from m40llm.server.jobs import Notifier
 from m40llm.server.limits import PromptLimit
 from m40llm.server.settings import ServerOptions
@@ -56,6 +57,7 @@ def add_routes(app: web.Application) -> None:
     )
     add_cache_routes(app)
     add_chat_page(app)
+    add_routes_of_others(app)
 
 
 async def _engine(app: web.Application) -> AsyncIterator[None]:
