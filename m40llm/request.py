@@ -9,6 +9,9 @@ from m40llm.config import SamplingParams
 from m40llm.kv.prefix_cache import CacheError, PrefixCache
 from m40llm.sampling import Constraint
 
+# A request meets this limit on the command line and over HTTP, where the option has another name.
+LARGER_CONTEXT = "raise --ctx (serve: --ctx-per-slot)"
+
 
 class RequestError(ValueError):
     """A request that cannot run; the message names the problem and the remedy. Nothing was computed for it."""
@@ -52,14 +55,14 @@ def checked_max_tokens(request: Request, vocab_size: int, context: int) -> int:
     if room < 1:
         raise RequestError(
             f"the prompt has {n} tokens, but the context of {context} must also have room for an answer; "
-            "shorten the prompt or raise --ctx"
+            f"shorten the prompt or {LARGER_CONTEXT}"
         )
     if params.max_tokens is None:
         return room
     if params.max_tokens > room:
         raise RequestError(
             f"prompt ({n} tokens) + max_tokens ({params.max_tokens}) exceed the context of {context}; "
-            "lower max_tokens or raise --ctx"
+            f"lower max_tokens or {LARGER_CONTEXT}"
         )
     return params.max_tokens
 

@@ -100,8 +100,9 @@ def test_tokens_and_templates(server: ServerProcess) -> None:
 
 def test_what_the_server_says_of_itself(server: ServerProcess) -> None:
     (model,) = server.get("/v1/models").json["data"]
-    assert model["id"] == "Smollm2 135M 8k Lc100K Mix1 Ep2"  # the file's general.name
-    assert server.get("/v1/models/Smollm2%20135M%208k%20Lc100K%20Mix1%20Ep2").json == model
+    assert (model["id"], model["meta"]["name"]) == ("smollm2", "Smollm2 135M 8k Lc100K Mix1 Ep2")
+    assert server.get("/v1/models/smollm2").json == model
+    assert server.get("/v1/models/Smollm2%20135M%208k%20Lc100K%20Mix1%20Ep2").json == model  # the file's general.name
     props = server.get("/props").json
     assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (SLOTS, CONTEXT)
     assert "im_start" in props["chat_template"]

@@ -126,7 +126,22 @@ def guarded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     keys.write_text("first-key\nzweiter-schlüssel\n", encoding="utf-8")
     template = keys.with_name("template.jinja")
     template.write_text("{% for m in messages %}({{ m.role }}: {{ m.content }}){% endfor %}")
-    options = ("-np", "2", "-c", "16384", "--api-key-file", str(keys), "--api-key", "third", "-a", "small,tiny")
+    options = (
+        "-np",
+        "2",
+        "-c",
+        "16384",
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+        "--api-key-file",
+        str(keys),
+        "--api-key",
+        "third",
+        "-a",
+        "small,tiny",
+    )
     limits = ("--idle-timeout", "2", "--max-body-mb", "0.1", "--cors-origin", "https://here.example")
     more = ("--chat-template-file", str(template), "--no-warmup", "--jinja", "--metrics")
     with serving(tiny, *options, *limits, *more) as process:
@@ -159,6 +174,7 @@ def test_keys(guarded: ServerProcess) -> None:
 def test_aliases_and_sizes_by_llama_servers_flags(guarded: ServerProcess) -> None:
     reply = guarded.ask("GET", "/v1/models", headers={"X-Api-Key": "third"}).json["data"][0]
     assert (reply["id"], reply["meta"]["n_ctx"]) == ("small", 8192)
+    assert "KV f32" in guarded.ask("GET", "/props", headers={"X-Api-Key": "third"}).json["description"]
     assert guarded.ask("GET", "/v1/models/tiny", headers={"X-Api-Key": "third"}).status == 200
     assert with_key(guarded, "/generate", {"prompt": "x" * 200_000}).status == 413
     messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
@@ -314,6 +330,8 @@ def test_the_server_ends_with_its_parent(tiny: Path) -> None:
         (("{tiny}", "--port", "70000"), 2, "--port is 70000"),
         (("{tiny}", "-c", "100", "--ctx-per-slot", "50"), 2, "contradict each other"),
         (("{tiny}", "--chat-template", "a", "--chat-template-file", "b"), 2, "give one"),
+        (("{tiny}", "-ctk", "q8_0"), 2, "'q8_0' is not one of 'f16', 'f32'"),
+        (("{tiny}", "-ctk", "f16", "-ctv", "f32"), 2, "K and V have one type here"),
         (("{tiny}", "--api-key", ""), 2, "--api-key is empty"),
         (("{tiny}", "--api-key-file", "/dev/null"), 2, "holds no key"),
         (("{tiny}", "-m", "other.gguf"), 2, "two models"),
@@ -335,7 +353,11 @@ def test_wrong_usage_is_one_line(
         ("--port", "{taken}", "is taken; choose another with --port"),
         ("--host", "nosuch.invalid", "--host nosuch.invalid is not known"),
         ("--host", "192.0.2.1", "--host 192.0.2.1 is not an address of this machine"),
-        ("--ctx-per-slot", "99999", "over the model's context of 8192"),
+        (
+            "--ctx-per-slot",
+            "99999",
+            "a context of 99999 tokens is over the model's of 8192; lower --ctx (serve: --ctx-per-slot",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line(tiny: Path, option: str, value: str, words: str) -> None:

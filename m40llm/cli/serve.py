@@ -11,6 +11,8 @@ import click
 from m40llm.cli.errors import CliError
 from m40llm.cli.options import runtime_from, runtime_options
 
+_KV_TYPES = click.Choice(["f16", "f32"])
+
 
 def _option(*names: str, **settings: Any) -> Any:
     """An option with a variable M40LLM_NAME, after its first long name."""
@@ -44,10 +46,18 @@ SIGTERM finishes what runs, then exits 0.""",
 @_option(
     "--ctx-size", "-c", type=int, help="Context of all slots together; without --slots: of each, as in llama-server."
 )
-@_option("--alias", "-a", "names", multiple=True, help="Name of the model in replies; repeatable, or with commas.")
+@_option(
+    "--alias",
+    "-a",
+    "names",
+    multiple=True,
+    help="Name of the model in replies (default: its alias or file name); repeatable, or with commas.",
+)
 @_option("--api-key", "keys", multiple=True, help="A key that clients must send; repeatable, or with commas.")
 @_option("--api-key-file", type=click.Path(path_type=Path, dir_okay=False), help="File with one key a line.")
-@_option("--chat-template", help="Chat template instead of the model's: a name of the file's, or Jinja2 source.")
+@_option(
+    "--chat-template", help="Chat template instead of the model's: chatml, a name of the file's, or Jinja2 source."
+)
 @_option("--chat-template-file", type=click.Path(path_type=Path, dir_okay=False), help="The same, from a file.")
 @_option("--cors-origin", default="*", show_default=True, help='Origin that browsers may call from; "" for none.')
 @_option(
@@ -71,6 +81,8 @@ SIGTERM finishes what runs, then exits 0.""",
 @_option("--warmup/--no-warmup", default=True, help="Run a step of each kind before the first request (default: yes).")
 @_option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends.")
 @_option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Log on stderr.")
+@_option("--cache-type-k", "-ctk", "kv_k", type=_KV_TYPES, hidden=True)  # llama-server's --kv-dtype, of K and of V
+@_option("--cache-type-v", "-ctv", "kv_v", type=_KV_TYPES, hidden=True)
 @click.option("--jinja", is_flag=True, hidden=True)  # llama-server's switches for what is always on here
 @click.option("--metrics", is_flag=True, hidden=True)
 @runtime_options
@@ -86,8 +98,10 @@ def command(model: str | None, model_option: str | None, **flags: Any) -> None:
         raise click.UsageError(f"two models, {model} and {model_option}; name one", click.get_current_context())
     keys = _keys(flags.pop("keys"), flags.pop("api_key_file"))
     _resolve_context(flags)
+    _resolve_kv(flags)
     from m40llm.cli.model_arg import resolve_model
     from m40llm.config import ConfigError
+    from m40llm.hub import registry
     from m40llm.server.settings import ServerOptions
 
     slots = flags.pop("slots")
@@ -103,7 +117,7 @@ def command(model: str | None, model_option: str | None, **flags: Any) -> None:
             slots=slots,
             host=flags["host"],
             port=flags["port"],
-            names=_split(flags["names"]),
+            names=_split(flags["names"]) or ((spec,) if spec in registry() else ()),
             api_keys=keys,
             cors_origin=flags["cors_origin"],
             max_queue=flags["max_queue"],
@@ -133,6 +147,14 @@ def _resolve_context(flags: dict[str, Any]) -> None:
             "--ctx-per-slot, --ctx-size and --ctx contradict each other; give one", click.get_current_context()
         )
     flags["ctx"] = next(iter(given), None)
+
+
+def _resolve_kv(flags: dict[str, Any]) -> None:
+    """llama-server's types of K and V become `kv_dtype`, which is one for both."""
+    given = {value for value in (flags.pop("kv_k"), flags.pop("kv_v")) if value is not None}
+    if len(given) > 1:
+        raise click.UsageError("K and V have one type here; give --kv-dtype", click.get_current_context())
+    flags["kv_dtype"] = next(iter(given), flags["kv_dtype"])
 
 
 def _template(given: str | None, file: Path | None) -> str | None:

@@ -19,5 +19,5 @@ class PromptLimit:
         if at_least >= self._context:
             raise RequestError(
                 f"the prompt has at least {at_least} tokens, but the context of {self._context} must also have room for an "
-                "answer; shorten the prompt or raise --ctx"
+                "answer; shorten the prompt or raise --ctx-per-slot"
             )

@@ -38,7 +38,7 @@ async def model(request: web.Request) -> web.Response:
     """OpenAI's description of one model."""
     found = _model(request)
     name = request.match_info["model"]
-    if name != found["id"] and name not in state_of(request).options.names:
+    if name not in (found["id"], found["meta"]["name"], *state_of(request).options.names):
         raise ApiError(404, f"no model {name!r:.80} here; this server runs {found['id']}", code="model_not_found")
     return web.json_response(found)
 

@@ -15,7 +15,8 @@ LogFormat = Literal["text", "json"]
 class ServerOptions:
     """How `m40llm serve` runs. `runtime.slots` counts only if `slots` is given, else the rule of `slots.default_slots`.
 
-    `names` are shown as the model's id, the first one, and accepted; without them the id is the file's `general.name`.
+    `names` are shown as the model's id, the first one, and accepted, as is the file's `general.name`; without them the id is the
+    file's name without its ending.
     Seconds unless the name says otherwise.
     """
 

@@ -74,10 +74,8 @@ class ServerState:
 
     @property
     def model_id(self) -> str:
-        """The name that replies carry: the first alias, else the file's own name."""
-        if self.options.names or self.engine is None:
-            return self.options.names[0] if self.options.names else self.options.model_path.stem
-        return self.engine.model.config.name
+        """The name that replies carry."""
+        return self.options.names[0] if self.options.names else self.options.model_path.stem
 
     def retry_after(self) -> float:
         """Seconds until a place in the queue is likely to be free."""
