@@ -274,7 +274,7 @@ class RuntimeOptions:
             return min(model.context_length, DEFAULT_CONTEXT)
         if self.ctx > model.context_length:
             raise ConfigError(
-                f"a context of {self.ctx} tokens is over the model's of {model.context_length}; "
+                f"a context of {self.ctx} tokens is over the model's context of {model.context_length}; "
                 "lower --ctx (serve: --ctx-per-slot or --ctx-size)"
             )
         return self.ctx

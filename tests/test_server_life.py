@@ -359,7 +359,7 @@ def test_wrong_usage_is_one_line(
         (
             "--ctx-per-slot",
             "99999",
-            "a context of 99999 tokens is over the model's of 8192; lower --ctx (serve: --ctx-per-slot",
+            "a context of 99999 tokens is over the model's context of 8192; lower --ctx (serve: --ctx-per-slot",
         ),
     ],
 )
