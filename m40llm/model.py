@@ -175,7 +175,11 @@ def _open_cpu(options: RuntimeOptions, on_compile: OnCompile | None) -> tuple[Op
         flag
         for flag, given in (
             ("--projection-backend", options.projection_backend != "auto"),
+            ("--materialize-budget-mb", options.materialize_budget_mb is not None),
+            ("--no-cublas", not options.cublas),
+            ("--cache-experiment", options.cache_experiment != "off"),
             ("--decode-graph", options.decode_graph),
+            ("--decode-graph-diag-sync", options.decode_graph_diag_sync),
             ("--launch-log", options.launch_log),
             ("--sync-log", options.sync_log),
             ("--alloc-log", options.alloc_log),

@@ -81,7 +81,7 @@ def _load(state: ServerState) -> Engine:
     engine = Engine.load(
         options.model_path,
         runtime,
-        on_compile=_say_once("compiling kernels for this machine (once, some seconds; cached afterwards)"),
+        on_compile=_say_once("compiling kernels for this machine (each kind once, some seconds; cached afterwards)"),
         on_step=state.metrics.step,
         warm_up=options.warm_up,
         progress=_stop_when_asked(state),
