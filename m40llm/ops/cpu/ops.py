@@ -28,6 +28,8 @@ from m40llm.ops.cpu.rope import rope_append, rope_tables
 from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
 
+LARGE_PAGED_KV = 0.5  # of the weights: what a slot's keys and values may take to be held in 2 MB pages
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingTable:
@@ -164,8 +166,20 @@ class CpuOps:
         )
 
     def new_kv(self, layout: KVLayout) -> KVCache:
-        # zeros: pages are only committed when a position is first written
-        return KVCache(layout, np.zeros(layout.shape, layout.storage), np.zeros(layout.shape, layout.storage))
+        """K and V, all zeros; a slot's layers lie together in memory, so that a slot nobody uses takes none.
+
+        Decode reads them faster from 2 MB pages, but then a slot is committed nearly whole with its first token. That is
+        right where a slot is small beside the weights; others keep small pages, which come as positions are written.
+        """
+        layers, slots, *rest = layout.shape
+        small = layout.nbytes // slots <= LARGE_PAGED_KV * self._weights.used
+
+        def cache() -> NDArray:
+            shape = (slots, layers, *rest)
+            whole = Arena(0).empty(shape, layout.storage) if small else np.zeros(shape, layout.storage)
+            return whole.swapaxes(0, 1)
+
+        return KVCache(layout, cache(), cache())
 
     # -- a step ------------------------------------------------------------------------------------
     def upload(self, ws: Workspace, plan: StepPlan) -> None:
@@ -281,7 +295,7 @@ class CpuOps:
             row_slot=ws.plan["row_slot"],
             k_cache=kv.k[layer],
             v_cache=kv.v[layer],
-            slot_stride=kv.layout.slot_stride * itemsize,
+            slot_stride=kv.k.strides[1],
             pos_stride=kv.layout.pos_stride * itemsize,
             rows=len(q),
             heads=config.n_heads,
@@ -309,7 +323,7 @@ class CpuOps:
             "out": out,
             "k": kv.k[layer],
             "v": kv.v[layer],
-            "slot_stride": kv.layout.slot_stride * itemsize,
+            "slot_stride": kv.k.strides[1],
             "pos_stride": kv.layout.pos_stride * itemsize,
             "cu_seqlens": ws.plan["cu_seqlens_q"],
             "kv_lens": ws.plan["kv_lens"],
