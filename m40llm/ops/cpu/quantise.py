@@ -4,6 +4,9 @@ x = sx * v with sx = max|x| / (127 * 256 + 127): the error is at most max|x| / 6
 activations. With `fine`, what is left of x is quantised in the same way into tiles of its own, and projections add both
 products: 32 bits of the largest value of a block, for twice the work. Rows are packed in tiles of 8, the rest in one tile
 of 1, 2, 4 or 8 whose last rows may be unused.
+
+RMSNorm is done on the way where the input is a norm's output: every thread sums up the rows that it has a part of, which
+takes less time than one more kernel and the threads' meeting after it.
 """
 
 from collections.abc import Callable
@@ -20,9 +23,10 @@ from m40llm.ops.cpu.formats import BLOCK
 from m40llm.ops.cpu.intrinsics import f32, i32, record, stack
 from m40llm.ops.cpu.isa import ISA
 from m40llm.ops.cpu.program import Program, aligned_empty, kernel, layout, pointer
+from m40llm.ops.cpu.simd import as_f32, load, splat, store, sum_squares
 from m40llm.ops.cpu.tile import META, NEGATIVE_SUM, SCALED_SUM, TILE_TOKENS, WHOLE, block_bytes
 
-__all__ = ["TILE", "QuantisedRows", "record_quantise", "rest_tokens"]
+__all__ = ["TILE", "Norm", "QuantisedRows", "record_quantise", "rest_tokens"]
 
 TILE = max(TILE_TOKENS)
 LARGEST = 127 * 256 + 127
@@ -120,6 +124,8 @@ QUANTISE = layout(
     blocks=np.int64,
     tiles=pointer(np.uint8),
     fine=pointer(np.uint8),  # tiles of what is left; null: not wanted
+    norm=pointer(np.float32),  # (K,) weight of an RMSNorm of x; null: none
+    eps=np.float64,
 )
 
 
@@ -130,7 +136,8 @@ def _quantiser(split: bool) -> Callable[[int, int, int], None]:
         a = record(args, QUANTISE)
         index = i32(a.index, a.rows)
         full = a.rows // TILE * TILE
-        left = stack(128)  # 32 float32
+        normed, left = stack(128), stack(128)  # 32 float32
+        scaled, scale = -1, splat(as_f32(0.0))  # the row that `scale` belongs to
         # work is cut over rows and blocks alike, so that one row also keeps all threads busy
         count = a.rows * a.blocks
         for item in range(tid * count // threads, (tid + 1) * count // threads):
@@ -140,6 +147,14 @@ def _quantiser(split: bool) -> Callable[[int, int, int], None]:
             width = TILE if t < full else a.rest
             at = (first * a.blocks + block * width) * TILE_BLOCK_BYTES
             x = a.x + (row * a.stride + BLOCK * block) * 4
+            if a.norm != 0:
+                if t != scaled:
+                    width_k = BLOCK * a.blocks
+                    mean = sum_squares(a.x + 4 * row * a.stride, width_k) / width_k
+                    scaled, scale = t, splat(as_f32(1.0 / np.sqrt(mean + a.eps)))
+                for i in range(0, 4 * BLOCK, 64):
+                    store(normed + i, load(x + i) * scale * load(a.norm + 4 * BLOCK * block + i))
+                x = normed
             _quantise_block(literal, x, a.tiles + at, width, t - first, left)
             if a.fine != 0:
                 _quantise_block(literal, left, a.fine + at, width, t - first, left)
@@ -179,6 +194,14 @@ def tile_floats(args, tid, threads):
             out[k * width + t - first] = x[k]
 
 
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm on the way to the integers: weight (K,) float32."""
+
+    weight: np.ndarray
+    eps: float
+
+
 @dataclass
 class QuantisedRows:
     """Scratch for the input of projections: up to ``max_rows`` rows of up to ``max_k`` values, for one instruction set.
@@ -201,6 +224,7 @@ class QuantisedRows:
         self.tiles = aligned_empty(size, np.uint8)
         self.fine_tiles = aligned_empty(size, np.uint8) if self.fine else None
         self._source: tuple[np.ndarray, np.ndarray | None, int] | None = None
+        self._norm: Norm | None = None
         self._ready: set[bool] = set()
 
     @property
@@ -208,7 +232,7 @@ class QuantisedRows:
         """Bytes from `tiles` to the tiles of what their integers leave; 0 where there are none."""
         return 0 if self.fine_tiles is None else self.fine_tiles.ctypes.data - self.tiles.ctypes.data
 
-    def name_source(self, x: np.ndarray, rows: np.ndarray | None) -> None:
+    def name_source(self, x: np.ndarray, rows: np.ndarray | None, norm: Norm | None) -> None:
         count = len(x) if rows is None else len(rows)
         if x.ndim != 2 or x.dtype != np.float32 or x.strides[1] != 4:
             raise ValueError(f"x must be (rows, k) float32 with contiguous rows, not {x.dtype} {x.shape}")
@@ -216,7 +240,7 @@ class QuantisedRows:
             raise ValueError(
                 f"{count} rows of {x.shape[1]} do not fit scratch for {self.max_rows} rows of {self.max_k}"
             )
-        self._source, self._ready = (x, rows, count), set()
+        self._source, self._norm, self._ready = (x, rows, count), norm, set()
 
     def source(self) -> tuple[np.ndarray, int]:
         """The input x and its row count."""
@@ -228,6 +252,8 @@ class QuantisedRows:
         """The input's tiles, quantised or float32; adds the kernel that fills them, once per input."""
         x, count = self.source()
         index, k = self._source[1] if self._source else None, x.shape[1]
+        if not quantised and self._norm is not None:
+            raise ValueError("matrices of floats take the output of a norm, not its input")
         if not quantised and self.floats is None:
             self.floats = aligned_empty(self.padded_rows * self.max_k, np.float32)
         tiles = self.tiles if quantised else self.floats
@@ -241,16 +267,21 @@ class QuantisedRows:
                 "rest": rest_tokens(count),
             }
             if quantised:
-                program.add(QUANTISERS[self.isa.vnni], **shared, blocks=k // BLOCK, tiles=tiles, fine=self.fine_tiles)
+                weight, eps = (self._norm.weight, self._norm.eps) if self._norm else (None, 0.0)
+                fields: dict[str, Any] = {"tiles": tiles, "fine": self.fine_tiles, "norm": weight, "eps": eps}
+                program.add(QUANTISERS[self.isa.vnni], **shared, blocks=k // BLOCK, **fields)
             else:
                 program.add(tile_floats, **shared, k=k, tiles=tiles)
             self._ready.add(quantised)
         return tiles
 
 
-def record_quantise(program: Program, x: np.ndarray, q: QuantisedRows, rows: np.ndarray | None = None) -> None:
+def record_quantise(
+    program: Program, x: np.ndarray, q: QuantisedRows, rows: np.ndarray | None = None, norm: Norm | None = None
+) -> None:
     """Name the input of the projections that follow: x (T, K) float32, or its rows ``rows`` (R,) int32 if given.
 
     The conversion is added with the first projection, in the form that its weights need. ``rows`` is read at run time.
+    With ``norm`` the input is the RMSNorm of those rows; all matrices must then be of quantised types.
     """
-    q.name_source(x, rows)
+    q.name_source(x, rows, norm)
