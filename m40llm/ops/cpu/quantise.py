@@ -46,7 +46,7 @@ def rest_tokens(rows: int) -> int:
 def _quantise_block(typingctx, split, x, out, width, token, left):
     """One block of 32: float32 at x into the tile block at ``out`` of ``width`` tokens.
 
-    ``split`` (literal): hi and lo bytes. ``left`` (32 float32) takes what the integers do not say of x.
+    ``split`` (literal): hi and lo bytes. ``left`` (32 float32, or 0) takes what the integers do not say of x.
     """
     bytes_apart = bool(split.literal_value)
 
@@ -67,13 +67,15 @@ def _quantise_block(typingctx, split, x, out, width, token, left):
         def put(value, address):
             b.store(value, b.inttoptr(address, value.type.as_pointer()))
 
-        parts = []
+        parts, sizes = [], []
         for half in (0, 64):
             loaded = b.load(b.inttoptr(b.add(x, I64(half)), VF.as_pointer()))
             loaded.align = 4
             parts.append(loaded)
-        most = call("llvm.maxnum.v16f32", VF, *(call("llvm.fabs.v16f32", VF, part) for part in parts))
-        largest = call("llvm.vector.reduce.fmax.v16f32", F32, most)
+            sizes.append(b.and_(b.bitcast(loaded, VI), constant(0x7FFFFFFF)))
+        # bits of positive floats are ordered as the floats are, and integers have a maximum in one instruction
+        most = b.select(b.icmp_signed(">", *sizes), *sizes)
+        largest = b.bitcast(call("llvm.vector.reduce.smax.v16i32", I32, most), F32)
         tiny = b.fcmp_ordered("<", largest, ir.Constant(F32, SMALLEST))
         sx = b.select(tiny, ir.Constant(F32, 0.0), b.fdiv(largest, ir.Constant(F32, float(LARGEST))))
         inverse = b.select(tiny, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, float(LARGEST)), largest))
@@ -82,8 +84,9 @@ def _quantise_block(typingctx, split, x, out, width, token, left):
             scaled = b.fmul(part, splat(inverse, VF))
             v = b.fptosi(call("llvm.rint.v16f32", VF, scaled), VI)
             sums.append(call("llvm.vector.reduce.add.v16i32", I32, v))
-            rest = call("llvm.fma.v16f32", VF, splat(b.fneg(sx), VF), b.sitofp(v, VF), part)
-            b.store(rest, b.inttoptr(b.add(left, I64(64 * half)), VF.as_pointer())).align = 4
+            with b.if_then(b.icmp_signed("!=", left, I64(0))):
+                rest = call("llvm.fma.v16f32", VF, splat(b.fneg(sx), VF), b.sitofp(v, VF), part)
+                b.store(rest, b.inttoptr(b.add(left, I64(64 * half)), VF.as_pointer())).align = 4
             if bytes_apart:
                 high = b.ashr(b.add(v, constant(128)), constant(8))
                 low = b.sub(v, b.shl(high, constant(8)))
@@ -135,29 +138,29 @@ def _quantiser(split: bool) -> Callable[[int, int, int], None]:
     def quantise(args, tid, threads):
         a = record(args, QUANTISE)
         index = i32(a.index, a.rows)
-        full = a.rows // TILE * TILE
         normed, left = stack(128), stack(128)  # 32 float32
-        scaled, scale = -1, splat(as_f32(0.0))  # the row that `scale` belongs to
-        # work is cut over rows and blocks alike, so that one row also keeps all threads busy
-        count = a.rows * a.blocks
+        scales, scaled = f32(stack(64), TILE), -1  # of the norms of a tile's rows, and which tile's
+        # Work is cut over tiles and blocks, so that one row also keeps all threads busy; a block of a tile is written whole.
+        count = (a.rows + TILE - 1) // TILE * a.blocks
         for item in range(tid * count // threads, (tid + 1) * count // threads):
-            t, block = item // a.blocks, item % a.blocks
-            row = index[t] if a.index != 0 else t
-            first = t // TILE * TILE
-            width = TILE if t < full else a.rest
+            first, block = item // a.blocks * TILE, item % a.blocks
+            tokens = min(TILE, a.rows - first)
+            width = TILE if tokens == TILE else a.rest
             at = (first * a.blocks + block * width) * TILE_BLOCK_BYTES
-            x = a.x + (row * a.stride + BLOCK * block) * 4
-            if a.norm != 0:
-                if t != scaled:
-                    width_k = BLOCK * a.blocks
-                    mean = sum_squares(a.x + 4 * row * a.stride, width_k) / width_k
-                    scaled, scale = t, splat(as_f32(1.0 / np.sqrt(mean + a.eps)))
-                for i in range(0, 4 * BLOCK, 64):
-                    store(normed + i, load(x + i) * scale * load(a.norm + 4 * BLOCK * block + i))
-                x = normed
-            _quantise_block(literal, x, a.tiles + at, width, t - first, left)
-            if a.fine != 0:
-                _quantise_block(literal, left, a.fine + at, width, t - first, left)
+            for t in range(tokens):
+                row = a.x + 4 * a.stride * (index[first + t] if a.index != 0 else first + t)
+                x = row + 4 * BLOCK * block
+                if a.norm != 0:
+                    if first != scaled:
+                        mean = sum_squares(row, BLOCK * a.blocks) / (BLOCK * a.blocks)
+                        scales[t] = as_f32(1.0 / np.sqrt(mean + a.eps))
+                    for i in range(0, 4 * BLOCK, 64):
+                        store(normed + i, load(x + i) * splat(scales[t]) * load(a.norm + 4 * BLOCK * block + i))
+                    x = normed
+                _quantise_block(literal, x, a.tiles + at, width, t, left if a.fine != 0 else 0)
+                if a.fine != 0:
+                    _quantise_block(literal, left, a.fine + at, width, t, 0)
+            scaled = first
 
     return quantise
 
