@@ -13,6 +13,7 @@ import functools
 
 import numba
 import numpy as np
+from numba.extending import register_jitable
 
 from m40llm.ops.cpu.attention_tiles import dot_keys, weigh_values
 from m40llm.ops.cpu.intrinsics import atomic_add, f32, i32, record, store_release
@@ -78,12 +79,12 @@ NOT_RAW = {
 }  # the fields where rope_append has been run
 
 
-@numba.njit(**HELPER)
+@register_jitable(**HELPER)  # a plain function where Python calls it: compiling it at every start took a fifth of the load time
 def _padded(heads):
     return (heads + PAD - 1) // PAD * PAD
 
 
-@numba.njit(**HELPER)
+@register_jitable(**HELPER)
 def _places(heads, head_dim):
     """A thread's scratch after the header and the queries, in bytes: scores, factors of a merge, parts, and a part's size.
 
