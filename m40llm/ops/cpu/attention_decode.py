@@ -79,7 +79,9 @@ NOT_RAW = {
 }  # the fields where rope_append has been run
 
 
-@register_jitable(**HELPER)  # a plain function where Python calls it: compiling it at every start took a fifth of the load time
+@register_jitable(
+    **HELPER
+)  # a plain function where Python calls it: compiling it at every start took a fifth of the load time
 def _padded(heads):
     return (heads + PAD - 1) // PAD * PAD
 
