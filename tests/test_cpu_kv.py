@@ -1,4 +1,4 @@
-"""The CPU's KV cache: zeros, shaped as its layout says, one slot's layers together, on either size of pages."""
+"""The CPU's KV cache: zeros, laid out as it says, on either size of pages."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,7 @@ def test_slots_are_apart_and_empty(weights):
             assert cache.shape == layout.shape
             assert cache.dtype == layout.storage
             assert not cache.any()
-            assert cache[:, 2].flags.c_contiguous
-            assert cache.strides[2] == layout.pos_stride * layout.storage.itemsize
+            assert cache.flags.c_contiguous
         data = np.random.default_rng(0).integers(1, 1 << 15, (2, 3, 20, 2, 16), np.uint16)
         ops.write_kv(kv, 1, 5, data)
         ops.copy_kv(kv, 1, 3, 10, 25)

@@ -1,7 +1,4 @@
-"""Where a token's key and value live: `[layer][slot][position][kv_head][head_dim]`, one allocation each for K and V.
-
-The CPU backend keeps this order of indices and puts slots before layers in memory.
-"""
+"""Where a token's key and value live: `[layer][slot][position][kv_head][head_dim]`, one allocation each for K and V."""
 
 from __future__ import annotations
 

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m40llm.config import ConfigError, ModelConfig
-from m40llm.gguf import GGUFFile, TensorType, dequantize
+from m40llm.gguf import GGUFFile, dequantize
 from m40llm.kv import KVLayout
 from m40llm.ops.cpu import elementwise
 from m40llm.ops.cpu.arena import Arena
 from m40llm.ops.cpu.attention_decode import NOT_RAW, attention_decode, decode_scratch
 from m40llm.ops.cpu.attention_prefill import attention_prefill, prefill_scratch
+from m40llm.ops.cpu.buffers import DeferredNorm, DeferredRope, EmbeddingTable, RopeTable, Scratch
 from m40llm.ops.cpu.embed import embed
 from m40llm.ops.cpu.formats import FORMATS
 from m40llm.ops.cpu.isa import IsaError, choose_isa
@@ -28,37 +29,6 @@ from m40llm.ops.cpu.quantise import Norm, QuantisedRows, record_quantise
 from m40llm.ops.cpu.rope import rope_append, rope_tables
 from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
-
-LARGE_PAGED_KV = 0.5  # of the weights: what a slot's keys and values may take to be held in 2 MB pages
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingTable:
-    """Token embeddings as the file has them: only the rows in use are ever read."""
-
-    type: TensorType
-    data: NDArray[np.uint8]  # (V, row bytes), a view of the mapped file
-    width: int  # D
-
-
-@dataclass(frozen=True, slots=True)
-class RopeTable:
-    """cos and sin: (positions, dim/2) float32."""
-
-    cos: NDArray[np.float32]
-    sin: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Buffers inside ops, sized with the workspace."""
-
-    rows: QuantisedRows
-    decode: NDArray[np.float32]
-    prefill: NDArray[np.float32]
-    normed: NDArray[np.float32]  # (R, D)
-    argmax_values: NDArray[np.float32]
-    argmax_places: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +76,10 @@ class CpuOps:
         self._workers = Workers(threads or available_threads())
         self._weights = Arena()
         self._program: Program | None = None
-        self._scratch: _Scratch | None = None
-        self._norm: tuple[NDArray[np.float32], NDArray[np.float32], Norm] | None = (
-            None  # output, input; not yet recorded
-        )
+        self._scratch: Scratch | None = None
+        self._norm: DeferredNorm | None = None
+        self._rope: DeferredRope | None = None
         n = self._workers.threads
-        self._rope: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], RopeTable] | None = None
         self.description = (
             f"CPU ({self._isa.name.lower()}, {n} thread{'s' if n > 1 else ''}, {activation_bits}-bit activations)"
         )
@@ -147,7 +115,7 @@ class CpuOps:
             return aligned_empty(shape, np.float32)
 
         widest = max(config.d_model, config.q_width, config.d_ff)
-        self._scratch = _Scratch(
+        self._scratch = Scratch(
             rows=QuantisedRows(max(rows, wanted), widest, self._isa, fine=self._activation_bits == 32),
             decode=decode_scratch(threads, config.n_heads, config.n_kv_heads, config.head_dim, config.context_length),
             prefill=prefill_scratch(threads, config.head_dim),
@@ -171,18 +139,15 @@ class CpuOps:
         )
 
     def new_kv(self, layout: KVLayout) -> KVCache:
-        """K and V, all zeros; a slot's layers lie together in memory, so that a slot nobody uses takes none.
+        """K and V, all zeros.
 
-        Decode reads them faster from 2 MB pages, but then a slot is committed nearly whole with its first token. That is
-        right where a slot is small beside the weights; others keep small pages, which come as positions are written.
+        Decode reads them faster from 2 MB pages, but those are committed nearly all with the first token. That is right for
+        a cache that is small beside the weights; a larger one keeps small pages, which come as positions are written.
         """
-        layers, slots, *rest = layout.shape
-        small = layout.nbytes // slots <= LARGE_PAGED_KV * self._weights.used
+        small = layout.nbytes <= self._weights.used / 2
 
         def cache() -> NDArray:
-            shape = (slots, layers, *rest)
-            whole = Arena(0).empty(shape, layout.storage) if small else np.zeros(shape, layout.storage)
-            return whole.swapaxes(0, 1)
+            return Arena(0).empty(layout.shape, layout.storage) if small else np.zeros(layout.shape, layout.storage)
 
         return KVCache(layout, cache(), cache())
 
@@ -223,7 +188,7 @@ class CpuOps:
 
     # -- inside `record` ---------------------------------------------------------------------------
     @property
-    def _recording(self) -> tuple[Program, _Scratch]:
+    def _recording(self) -> tuple[Program, Scratch]:
         if self._program is None or self._scratch is None:
             raise RuntimeError("ops are called inside record(), after new_workspace()")
         return self._program, self._scratch
@@ -241,7 +206,7 @@ class CpuOps:
         readers: Sequence[PackedMatrix] = (),
     ) -> None:
         if readers and all(matrix.type in FORMATS for matrix in readers):
-            self._norm = (out, x, Norm(weight, eps))  # done by what quantises `out` for its readers
+            self._norm = DeferredNorm(out, x, Norm(weight, eps))
         else:
             self._add_rmsnorm(x, weight, eps, out)
 
@@ -260,9 +225,8 @@ class CpuOps:
     def _quantise(self, h: NDArray[np.float32]) -> None:
         """Names h as the input of the next projections; a norm that was left to its readers comes along."""
         program, scratch = self._recording
-        if self._norm is not None and self._norm[0] is h:
-            _, x, norm = self._norm
-            record_quantise(program, x, scratch.rows, norm=norm)
+        if self._norm is not None and self._norm.out is h:
+            record_quantise(program, self._norm.x, scratch.rows, norm=self._norm.norm)
         else:
             record_quantise(program, h, scratch.rows)
 
@@ -292,8 +256,7 @@ class CpuOps:
         ws: Workspace,
     ) -> None:
         """Left to `attention`, which does it on the way where all segments are single rows."""
-        self._recording  # noqa: B018  # raises outside record()
-        self._rope = (q, k, v, rope)
+        self._rope = DeferredRope(q, k, v, rope)
 
     def attention(
         self,
@@ -308,9 +271,9 @@ class CpuOps:
     ) -> None:
         program, scratch = self._recording
         group, half = config.n_heads // config.n_kv_heads, kv.layout.dtype == "f16"
-        if self._rope is None or self._rope[0] is not q:
+        if self._rope is None or self._rope.q is not q:
             raise RuntimeError("attention() comes after rope_append() of the same q")
-        (_, new_k, new_v, rope), self._rope = self._rope, None
+        (new_k, new_v, rope), self._rope = (self._rope.k, self._rope.v, self._rope.table), None
         pairs, pairing = config.rope.dim // 2, config.rope.interleaved
         strides: dict[str, Any] = {"slot_stride": kv.k.strides[1], "pos_stride": kv.k.strides[2]}
         tables: dict[str, Any] = {"cos": rope.cos, "sin": rope.sin, "pairs": pairs}
