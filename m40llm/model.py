@@ -106,13 +106,15 @@ class Model:
         """Runs a step of each kind, so that no later one waits for a kernel to be compiled or loaded.
 
         Many rows, four, two and one have kernels of their own; so do as many rows of logits, whose matrix may be of another
-        type. What is left in slot 0 counts as nothing.
+        type; and so does a prompt that is read beside a decode. What is left in the slots counts as nothing.
         """
         limits = self.session.limits
         for count in (64, 4, 2, 1):
             rows = min(count, limits.rows, self.session.kv_layout.context)
             wanted = range(max(0, rows - limits.logit_rows), rows)
             self.session.run(StepPlan.pack([Segment(0, 0, [0] * rows, wanted)]))
+        if self.session.kv_layout.n_slots > 1 and limits.rows > 2:
+            self.session.run(StepPlan.pack([Segment(0, 0, [0], (0,)), Segment(1, 0, [0, 0])]))
 
     def close(self) -> None:
         """Releases the session; may be called twice."""
