@@ -14,7 +14,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-run
-	$(BIN)/m40llm generate smollm2 "The capital of France is" --raw --greedy --max-tokens 32
+	$(BIN)/m40llm generate smollm2 "The capital of France is" --raw --greedy --stop .
 
 test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not models and not slow and not gpu"

@@ -303,7 +303,9 @@ def main(
     check = subprocess.run([llama_python, "-c", "import llama_cpp"], capture_output=True, text=True, check=False)
     if check.returncode:
         reason = (check.stderr.strip().splitlines() or ["no message"])[-1]
-        raise click.ClickException(f"{llama_python} cannot import llama_cpp ({reason}): pip install 'm40llm[bench]'")
+        raise click.ClickException(
+            f"{llama_python} cannot import llama_cpp ({reason}): pip install '.[bench]' in m40llm's source folder"
+        )
     load_average = os.getloadavg()[0]
     if load_average > 0.5:
         console.print(f"[yellow]the machine is busy (load average {load_average:.1f}): expect noise[/]")

@@ -303,7 +303,7 @@ def _check_llama(python: str) -> None:
     if check.returncode:
         reason = (check.stderr.strip().splitlines() or ["no message"])[-1]
         raise click.ClickException(
-            f"{python} cannot import llama_cpp ({reason}): pip install 'm40llm[bench]', or give --no-llama"
+            f"{python} cannot import llama_cpp ({reason}): pip install '.[bench]' in m40llm's source folder, or give --no-llama"
         )
 
 

@@ -34,7 +34,6 @@ from m40llm.plan import Segment, StepLimits, StepPlan
 
 TYPES = tuple(dict.fromkeys(TensorType[fmt.ggml.name] for fmt in FORMATS.values()))
 FLOATS = (TensorType.F32, TensorType.F16, TensorType.BF16)
-STAGED_ROWS = 4  # up to which the producer of x may stage it
 
 _CLASSES = {
     "full": "FADD FMUL FFMA FADD32I FMUL32I FFMA32I XMAD IADD IADD32I IADD3 LOP LOP32I LOP3 MOV MOV32I SEL PRMT",
@@ -144,7 +143,7 @@ def projections(recorder: Recorder, kinds: tuple[TensorType, ...], module: str) 
     for rows in (1, 4, 8):
         launch = projection(recorder, kinds, rows)
         for is_staged in (False, True):
-            if is_staged and (rows > STAGED_ROWS or kinds[0] in FLOATS):
+            if is_staged and (kinds[0] in FLOATS):
                 continue
             name = cost_name(f"{module}_r{rows}", module, kinds[0], is_staged)
             yield Subject(name, staged(launch) if is_staged else launch, 2, 12, "1024 columns")

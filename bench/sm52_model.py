@@ -61,7 +61,7 @@ def print_kernels(costs: Mapping[str, KernelCost], rows: list[ProjectionRow]) ->
         "memory time (of the schedulers alone in parentheses); llama.cpp's kernels at K = 4096 beside, issue over memory.\n"
     )
     click.echo(
-        f"{'kernel':<26} {'K':>6} {'regs':>4} {'occ.':>5} {'instr/w':>8} {'cyc/B':>7} {'busiest':<10} "
+        f"{'kernel':<32} {'K':>6} {'regs':>4} {'occ.':>5} {'instr/w':>8} {'cyc/B':>7} {'busiest':<10} "
         f"{'M40':>13} {'P40':>13} {'llama.cpp':>12}"
     )
     for row in rows:
@@ -71,7 +71,7 @@ def print_kernels(costs: Mapping[str, KernelCost], rows: list[ProjectionRow]) ->
             peer = f"{LLAMA_CPP['m40-24g', row.kind.name]:.0%} / {LLAMA_CPP['p40', row.kind.name]:.0%}"
         m40, p40 = (f"{row.share(c):.0%} ({row.issue_share(c):.0%})" for c in ("m40-24g", "p40"))
         click.echo(
-            f"{row.name:<26} {row.columns:>6} {cost.registers:>4} {cost.occupancy:>5.0%} {row.instructions:>8.2f} "
+            f"{row.name:<32} {row.columns:>6} {cost.registers:>4} {cost.occupancy:>5.0%} {row.instructions:>8.2f} "
             f"{row.cycles.busiest / row.nbytes:>7.4f} {row.unit:<10} {m40:>13} {p40:>13} {peer:>12}"
         )
     click.echo("\nTiled projections and attention: cycles of a warp per step, by unit.\n")

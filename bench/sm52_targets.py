@@ -11,8 +11,9 @@ from sm52_costs import TYPES
 from m40llm.device.roofline import CARDS, Cycles, KernelCost
 from m40llm.gguf import TensorType
 from m40llm.ops.cuda.dry_run import DryOps
-from m40llm.ops.cuda.launch_cost import COLUMNS
+from m40llm.ops.cuda.launch_cost import COLUMNS, cost_name
 from m40llm.ops.cuda.pack import FORMATS, packed_bytes
+from m40llm.ops.cuda.staged import MIXED
 from m40llm.prediction import Prediction, predict
 from m40llm.weights import LayerWeights, ModelWeights
 
@@ -51,11 +52,20 @@ class ProjectionRow:
         )
 
 
-def projection_rows(costs: Mapping[str, KernelCost], columns: tuple[int, ...]) -> Iterator[ProjectionRow]:
+def projection_kernels() -> Iterator[tuple[str, TensorType]]:
+    """(module, type of the matrix): those of one type, then those that handle two."""
     for kind in TYPES:
+        yield f"project_{FORMATS[kind].name}", kind
+    for names, module in MIXED.items():
+        for name in sorted(names):
+            yield f"project_{module}", TensorType[name.upper()]
+
+
+def projection_rows(costs: Mapping[str, KernelCost], columns: tuple[int, ...]) -> Iterator[ProjectionRow]:
+    for module, kind in projection_kernels():
         for rows in (1, 4, 8):
-            plain = f"project_{FORMATS[kind].name}_r{rows}"
-            name = f"{plain}+staged" if f"{plain}+staged" in costs else plain  # as decode steps run it
+            plain, staged = (cost_name(f"{module}_r{rows}", module, kind, staged) for staged in (False, True))
+            name = staged if staged in costs else plain  # as decode steps run it
             for k in columns:
                 cycles = costs[name].warp(k / COLUMNS)
                 weights = 4 * k  # of one warp: four rows

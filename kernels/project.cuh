@@ -17,11 +17,9 @@ enum ProjectMode { PROJECT_STORE, PROJECT_ADD, PROJECT_GATE, PROJECT_SWIGLU, PRO
 
 M40_INLINE float silu(float x) { return x / (1.f + expf(-x)); }
 
-// From 8 rows on, a weight is multiplied by its scale as it is unpacked: one instruction more per weight, but no second set
-// of 4 * BATCH accumulators for the sums that still await their scale.
 template <class F, int BATCH>
 struct Scaling {
-  static constexpr bool EARLY = BATCH > 4 && !F::FLOATING;
+  static constexpr bool EARLY = scales_early(BATCH) && !F::FLOATING;
   static constexpr int X = EARLY ? 0 : X_EXPONENT, WEIGHT = EARLY ? X_EXPONENT : 0;
 };
 
@@ -48,11 +46,6 @@ struct Staged {
     float sums[BATCH * 2 * 32];        // of a unit, or of its halves
   } chunks[CHUNKS];
   float gate[PROJECT_THREADS];  // each thread's own: a register less while the second matrix is multiplied
-
-  // Four rows' sums are one vector load; those of eight are apart, since theirs would be two with bank conflicts.
-  M40_INLINE static int sum_at(int slot, int half, int unit) {
-    return BATCH == 4 ? (half * 32 + unit) * 4 + slot : slot * 64 + half * 32 + unit;
-  }
 };
 
 // Columns [first_column, ...) of the x rows of batch blockIdx.y into shared memory, as many as there is room for; zeros
@@ -118,7 +111,7 @@ M40_INLINE void stage(Staged<BATCH>& shared, const float* x, int rows, int colum
         if (count > 1 && upper) row += count / 2;
       }
       if ((piece & (LANES / AT_ONCE - 1)) == 0) {
-        shared.chunks[chunk].sums[shared.sum_at(slot_of(row, unit, BATCH), HALVES == 1 ? 0 : piece >> 2, unit)] =
+        shared.chunks[chunk].sums[sum_at(slot_of(row, unit, BATCH), HALVES == 1 ? 0 : piece >> 2, unit, BATCH)] =
             sums[0] * (sum_factor<F>() * power_of_two(-RESULT_EXPONENT));
       }
     }
@@ -230,7 +223,7 @@ M40_INLINE void accumulate(Cursor<F>& at, const Staged<BATCH>& shared, float (&a
             sum[0] = four.x, sum[1] = four.y, sum[2] = four.z, sum[3] = four.w;
           } else {
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) sum[b] = chunk->sums[shared.sum_at(b, HALF, lane)];
+            for (int b = 0; b < BATCH; b++) sum[b] = chunk->sums[sum_at(b, HALF, lane, BATCH)];
           }
           static_for<0, 4>([&](auto r) {
             constexpr int R = decltype(r)::value;
@@ -329,7 +322,7 @@ M40_INLINE float dot(Staged<BATCH>& shared, const u8* base, int n, const Input& 
 #pragma unroll 1
   for (;;) {
     if (!kept) {
-      if (BATCH <= 4 && !F::FLOATING && in.staged) {
+      if (!F::FLOATING && in.staged) {
         copy_staged<BATCH>(shared, in.x + VERSION * staged_floats(in.columns, BATCH), in.columns, first);
       } else {
         stage<F, BATCH>(shared, in.x, in.rows, in.columns, first);
@@ -404,7 +397,7 @@ M40_INLINE void project(
   const Job job(again(blockIdx.x), thread >> 5, first1, first2);
   const int matrix = job.matrix, n = pick(matrix, n0, n1, n2), row = job.group * 4 + (lane / LANES & 3);
   const int t = (BATCH == 1 ? 0 : blockIdx.y * BATCH) + lane / (4 * LANES);
-  if (BATCH <= 4 && mode == PROJECT_SWIGLU_STAGED) {
+  if (mode == PROJECT_SWIGLU_STAGED) {
     // The block's 32 rows are a unit of whoever reads them: they meet, and warp t writes them for row t of x.
     value *= silu(shared.gate[thread]);
     __syncthreads();

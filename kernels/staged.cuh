@@ -1,16 +1,26 @@
-// x as a projection of up to four rows wants it in shared memory, written so by the kernel that produces it ("staged"):
+// x as a projection of up to eight rows wants it in shared memory, written so by the kernel that produces it ("staged"):
 // then every block of the projection merely copies it.
 //
 // For a format, a row is cut as the weights are, into chunks of 1024 columns, units of 32 and pieces of 4. A version holds
 // for each chunk
-//   values  [slot of batch][piece of 8][unit of 32] float4   x * 2^(96 - place of the weight in its word)
-//   sums    [half of 2][unit of 32][slot of batch] float     of a unit or of its halves, as accumulators start with
-// The batch is 1 or 4; rows that the step does not have are neither written nor matter. Versions for the two formats of a
+//   values  [slot of batch][piece of 8][unit of 32] float4   x * 2^(exponent - place of the weight in its word)
+//   sums    see sum_at()                                     of a unit or of its halves, as accumulators start with
+// The batch is 1, 4 or 8; rows that the step does not have are neither written nor matter. Versions for the two formats of a
 // launch follow each other.
 #pragma once
 #include "formats.cuh"
 
 constexpr int STAGED_CHUNK = 1024, STAGED_SUMS = 64;  // floats of a row in a chunk
+
+// Where a chunk's sum is. Those of four rows are one vector load; eight are apart, since theirs would be two with bank
+// conflicts.
+M40_INLINE int sum_at(int slot, int half, int unit, int batch) {
+  return batch == 4 ? (half * 32 + unit) * 4 + slot : slot * 64 + half * 32 + unit;
+}
+
+// From 8 rows on, a weight is multiplied by its scale as it is unpacked: one instruction more per weight, but no second set
+// of accumulators, four a row, for the sums that still await their scale. The power of two goes into the scale then.
+M40_INLINE constexpr bool scales_early(int batch) { return batch > 4; }
 
 M40_INLINE int staged_chunks(int columns) { return (columns + STAGED_CHUNK - 1) >> 10; }
 
@@ -28,14 +38,14 @@ __device__ constexpr float sum_factor() {
 
 // How x is staged for the GGML type `type`.
 struct StagedAs {
-  int bits = 0, halves = 1;
+  int bits = 0, halves = 1, exponent = X_EXPONENT;
   float factor = 0.f;
 
   template <class F>
   M40_INLINE void choose(int type) {
     if (type == F::ID) bits = F::Bits::BITS, halves = F::Scale::HALVES, factor = sum_factor<F>();
   }
-  M40_INLINE StagedAs(int type) {
+  M40_INLINE StagedAs(int type, int batch) : exponent(scales_early(batch) ? 0 : X_EXPONENT) {
     choose<Q4_0>(type), choose<Q4_1>(type), choose<Q5_0>(type), choose<Q5_1>(type), choose<Q8_0>(type), choose<Q2_K>(type);
     choose<Q3_K>(type), choose<Q4_K>(type), choose<Q5_K>(type), choose<Q6_K>(type), choose<IQ4_XS>(type);
     factor *= power_of_two(-RESULT_EXPONENT);
@@ -45,7 +55,7 @@ struct StagedAs {
                        : bits == 6 ? Bits6::offset(piece, c)
                        : bits == 5 ? Bits5::offset(piece, c)
                                    : Bits4::offset(piece, c);
-    return power_of_two(X_EXPONENT - offset);
+    return power_of_two(exponent - offset);
   }
 };
 
@@ -54,7 +64,7 @@ struct StagedWriter {
   int batch;
   StagedAs as;
 
-  M40_INLINE StagedWriter(float* buffer, int batch, int type) : buffer(buffer), batch(batch), as(type) {}
+  M40_INLINE StagedWriter(float* buffer, int batch, int type) : buffer(buffer), batch(batch), as(type, batch) {}
 
   M40_INLINE float* chunk_of(int k) const { return buffer + (k >> 10) * (batch * (STAGED_CHUNK + STAGED_SUMS)); }
   M40_INLINE float* place_of(int row, int k) const {
@@ -62,7 +72,7 @@ struct StagedWriter {
   }
   M40_INLINE void put_sum(int row, int k, int half, float sum) const {
     const int unit = k >> 5 & 31;
-    chunk_of(k)[batch * STAGED_CHUNK + (half * 32 + unit) * batch + slot_of(row, unit, batch)] = sum * as.factor;
+    chunk_of(k)[batch * STAGED_CHUNK + sum_at(slot_of(row, unit, batch), half, unit, batch)] = sum * as.factor;
   }
 
   // Columns k..k+3 of a row. All lanes of a warp call it, neighbours with neighbouring columns; nothing is written unless

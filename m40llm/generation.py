@@ -269,10 +269,7 @@ class Generation:
             return
         self._state = "settling"
         if error is None and not self.stops.stopped:
-            tail, stopped = self.stops.push(self._detokenizer.flush())
-            if not stopped:
-                rest, stopped = self.stops.flush()
-                tail += rest
+            tail, stopped = self.stops.flush()  # a character that is not whole is no text
             reason = "stop" if stopped else reason
             if tail:
                 self._emit((), tail, ())

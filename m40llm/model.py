@@ -108,15 +108,20 @@ class Model:
         `before_step` is called before each; what it raises ends the warm-up.
 
         Many rows, four, two and one have kernels of their own; so do as many rows of logits, whose matrix may be of another
-        type. What is left in slot 0 counts as nothing.
+        type; and so does a prompt that is read beside a decode. What is left in the slots counts as nothing.
         """
         limits = self.session.limits
+        plans = []
         for count in (64, 4, 2, 1):
             rows = min(count, limits.rows, self.session.kv_layout.context)
             wanted = range(max(0, rows - limits.logit_rows), rows)
+            plans.append([Segment(0, 0, [0] * rows, wanted)])
+        if self.session.kv_layout.n_slots > 1 and limits.rows > 2:
+            plans.append([Segment(0, 0, [0], (0,)), Segment(1, 0, [0, 0])])
+        for plan in plans:
             if before_step is not None:
                 before_step()
-            self.session.run(StepPlan.pack([Segment(0, 0, [0] * rows, wanted)]))
+            self.session.run(StepPlan.pack(plan))
 
     def close(self) -> None:
         """Releases the session; may be called twice."""
@@ -179,7 +184,11 @@ def _open_cpu(options: RuntimeOptions, on_compile: OnCompile | None) -> tuple[Op
         flag
         for flag, given in (
             ("--projection-backend", options.projection_backend != "auto"),
+            ("--materialize-budget-mb", options.materialize_budget_mb is not None),
+            ("--no-cublas", not options.cublas),
+            ("--cache-experiment", options.cache_experiment != "off"),
             ("--decode-graph", options.decode_graph),
+            ("--decode-graph-diag-sync", options.decode_graph_diag_sync),
             ("--launch-log", options.launch_log),
             ("--sync-log", options.sync_log),
             ("--alloc-log", options.alloc_log),

@@ -30,7 +30,7 @@ def empty_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def python_m40llm(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from m40llm.cli import main; main()", *argv]
+    command = [sys.executable, "-m", "m40llm", *argv]
     return subprocess.run(command, text=True, timeout=60, **{"capture_output": True, **options})  # type: ignore[call-overload,no-any-return]
 
 

@@ -25,7 +25,7 @@ from m40llm.text import Tokenizer
 from tests.cli_runner import Captured, failed
 from tests.tiny_gguf import build_tiny_gguf
 
-COMMAND = [sys.executable, "-c", "from m40llm.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "m40llm"]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,16 @@ def run_json(capsys: Captured, *argv: str) -> Any:
 def run_lines(capsys: Captured, *argv: str) -> list[Any]:
     assert run(argv) == 0, capsys.readouterr().err
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.slow  # compiles for some 9 s
+def test_a_first_run_says_that_compiling_made_it_slow(tiny: str, tmp_path: Path) -> None:
+    command = [*COMMAND, "generate", tiny, "Hello", "--raw", "--greedy", "--max-tokens", "2", "--threads", "1"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    said = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr for _ in range(2)
+    ]
+    assert ["kernels were compiled" in text.splitlines()[-1] for text in said] == [True, False]
 
 
 def test_generate_streams_text_and_json_tells_the_rest(tiny: str, tokenizer: Tokenizer, capsys: Captured) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from m40llm.config import RopeConfig
-from m40llm.ops.cpu.attention_decode import attention_decode, attention_merge, decode_scratch
+from m40llm.ops.cpu.attention_decode import NOT_RAW, attention_decode, decode_scratch
 from m40llm.ops.cpu.attention_prefill import attention_prefill, prefill_scratch
 from m40llm.ops.cpu.program import Program, Workers
 from m40llm.ops.cpu.rope import rope_append, rope_frequencies, rope_tables
@@ -67,14 +67,14 @@ class Case:
             "pos_stride": stride[1], "cu_seqlens": self.cu, "kv_lens": self.lens, "slots": self.slots,
             "segments": len(self.slots), "kv_heads": self.n_kv_heads, "window": self.window, "scale": self.head_dim**-0.5,
         }  # fmt: skip
+        self.fields, self.out = fields, out
         tiles = prefill_scratch(workers.threads, self.head_dim)
         parts = decode_scratch(workers.threads, self.n_heads, self.n_kv_heads, self.head_dim, self.context)
         program = Program()
         prefill = attention_prefill(group, self.head_dim, half)
-        program.add(prefill, barrier=False, scratch=tiles, scratch_stride=tiles.shape[1], **fields)
-        merge = {"scratch": parts, "scratch_stride": parts.shape[1]}
-        program.add(attention_decode(group, self.head_dim, half), **merge, **fields)
-        program.add(attention_merge(group, self.head_dim), out=out, kv_heads=self.n_kv_heads, **merge)
+        program.add(prefill, barrier=False, scratch=tiles, scratch_stride=tiles.shape[1], **NOT_RAW, **fields)
+        decode = attention_decode(group, self.head_dim, half)
+        program.add(decode, scratch=parts, scratch_stride=parts.shape[1], **NOT_RAW, **fields)
         for _ in range(replays):
             program.run(workers)
         return out
@@ -153,6 +153,41 @@ def test_extreme_scores(rows, workers):
     out = case.run(workers)
     assert np.isfinite(out).all()
     assert np.abs(out - case.expected()).max() < tolerances.ATTENTION_EXTREME
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("rope", ["llama", "neox", "partial pairs"])
+@pytest.mark.parametrize("storage", ["f16", "f32"])
+def test_decode_rotates_and_appends_as_rope_append_does(storage, rope, threads):
+    """Bit for bit, with rows that threads share and rows that are too short for that; the cache included."""
+    config = ROPES[rope]
+    head_dim, half = max(config.dim, 32), storage == "f16"
+    cos, sin = rope_tables(config, 500)
+    for before in ([399, 70, 0], [3, 40]):
+        results = []
+        for interleaved in (None, config.interleaved):
+            case = Case(6, 2, head_dim, storage, [(1, n) for n in before])
+            rng = np.random.default_rng(2)
+            new_k, new_v = (rng.standard_normal((len(before), 2, head_dim)).astype(np.float32) for _ in "kv")
+            with Workers(threads) as workers:
+                case.run(workers)  # for its fields
+                fields, program = case.fields, Program()
+                tables = {"cos": cos, "sin": sin, "pairs": config.dim // 2}
+                if interleaved is None:
+                    strides = {name: fields[name] for name in ("slot_stride", "pos_stride")}
+                    program.add(
+                        rope_append(config.interleaved, half), q=case.q, k=new_k, v=new_v, k_cache=fields["k"],
+                        v_cache=fields["v"], pos=case.lens - 1, row_slot=case.slots, rows=len(before), heads=6, kv_heads=2,
+                        head_dim=head_dim, **strides, **tables,
+                    )  # fmt: skip
+                raw = NOT_RAW if interleaved is None else {"new_k": new_k, "new_v": new_v, **tables}
+                parts = decode_scratch(threads, 6, 2, head_dim, case.context)
+                scratch = {"scratch": parts, "scratch_stride": parts.shape[1]}
+                program.add(attention_decode(3, head_dim, half, interleaved), **scratch, **fields, **raw)
+                program.run(workers)
+            results.append((case.out, fields["k"][case.slots], fields["v"][case.slots]))
+        for separate, fused in zip(*results, strict=True):
+            assert np.array_equal(separate.view(np.uint8), fused.view(np.uint8))
 
 
 PLAIN = RopeConfig(theta=10000.0, dim=64, interleaved=True)

@@ -10,12 +10,13 @@ import pytest
 
 from m40llm.gguf import BLOCKS, TensorType, dequantize
 from m40llm.ops.cpu.arena import Arena
+from m40llm.ops.cpu.elementwise import rmsnorm
 from m40llm.ops.cpu.formats import FLOATS, FORMATS
 from m40llm.ops.cpu.isa import ISA, IsaError, choose_isa, supported_isas
 from m40llm.ops.cpu.packing import PackedMatrix, pack_matrix
 from m40llm.ops.cpu.program import Program, Workers
 from m40llm.ops.cpu.project import Projection, record_gate_up_swiglu, record_project
-from m40llm.ops.cpu.quantise import QuantisedRows, record_quantise
+from m40llm.ops.cpu.quantise import Norm, QuantisedRows, record_quantise
 
 KINDS = [*FORMATS, *FLOATS]
 # where the FP16 scales of a block are; everything else in a block may be any bytes
@@ -188,6 +189,33 @@ def test_gate_up_swiglu(up_kind, t, workers):
     g, u = (run(m, x, workers).astype(np.float64) for m in (gate, up))
     assert np.abs(g).max() > 90  # also where exp(-g) is larger than float32 holds
     assert np.allclose(out, g / (1 + np.exp(-g)) * u, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", [None, [2, 0, 2]], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("t", [1, 3, 11])
+def test_norm_on_the_way(t, threads, index):
+    """Bit for bit what the norm's own kernel and then the quantisation give."""
+    rng = np.random.default_rng(8)
+    rows = None if index is None else np.array(index, np.int32) % t
+    x, weight = (10 * rng.standard_normal(shape).astype(np.float32) for shape in ((t, 160), 160))
+    count = t if rows is None else len(rows)
+    normed, apart, fused = (QuantisedRows(16, 160, BEST) for _ in range(3))
+    out, y = np.zeros((count, 160), np.float32), np.zeros((2, count, 48), np.float32)
+    with Workers(threads) as workers:
+        matrix = pack(random_weights(TensorType.Q8_0, 48, 160, rng), TensorType.Q8_0, 160, workers)
+        program = Program()
+        program.add(rmsnorm, x=x, weight=weight, out=out, index=rows, rows=count, width=160, eps=1e-5)
+        record_quantise(program, out, apart)
+        record_project(program, [Projection(matrix, y[0])], apart)
+        record_quantise(program, x, fused, rows, Norm(weight, 1e-5))
+        record_project(program, [Projection(matrix, y[1])], fused)
+        program.run(workers)
+    assert y[0].any()
+    assert np.array_equal(y[0], y[1])
+    record_quantise(program, x, normed, rows, Norm(weight, 1e-5))
+    with pytest.raises(ValueError, match="take the output of a norm"):
+        normed.record(program, quantised=False)
 
 
 def test_several_inputs_share_scratch(workers):

@@ -112,16 +112,18 @@ def test_decode_of_grouped_heads(arrays: Arrays, heads: int, kv_heads: int, head
     [("Q8_0", 1, 1, 64), ("Q5_0", 3, 1, 64), ("Q6_K", 4, 2, 64), ("Q4_K", 6, 1, 128)],
 )
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("lengths", [(300, 7, 130), (300, 7, 130, 1, 40)], ids=len)
 def test_decode_stages_its_rows(
-    arrays: Arrays, kind: str, heads: int, kv_heads: int, head_dim: int, splits: int
+    arrays: Arrays, kind: str, heads: int, kv_heads: int, head_dim: int, splits: int, lengths: tuple[int, ...]
 ) -> None:
     """For the projection that reads them, whichever block writes a head: its only one, or the one that merges."""
-    case = Case(arrays, heads, kv_heads, head_dim, [300, 7, 130], [1, 1, 1])
+    rows, columns = len(lengths), heads * head_dim
+    case = Case(arrays, heads, kv_heads, head_dim, list(lengths), [1] * rows)
     case.decode(splits=splits)
-    plain, columns = arrays.get(case.out), heads * head_dim
+    plain = arrays.get(case.out)
     with Bench(arrays.device) as bench:
-        matrix, projected = bench.matrix(TensorType[kind], 5, columns), bench.empty((3, 5))
-        staging = Staging({case.out.memory.ptr: bench.empty((staged_floats(columns, 3),))})
+        matrix, projected = bench.matrix(TensorType[kind], 5, columns), bench.empty((rows, 5))
+        staging = Staging({case.out.memory.ptr: bench.empty((staged_floats(columns, rows),))})
         case.launch_decode(staging.target(case.out, [matrix]), splits=splits)
         project(arrays.device, staging.source(case.out), [matrix], [projected])
         assert product_error(bench.read(projected), plain, bench.weights["w"]) < 1e-6

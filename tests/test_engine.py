@@ -115,6 +115,18 @@ def test_max_tokens_and_the_end_of_the_context(tiny: Path) -> None:
         assert (result.generated_tokens, result.finish_reason) == (3, "length")
 
 
+def test_a_character_that_the_end_cuts_is_no_text(tiny: Path) -> None:
+    first, second = "é".encode()  # the ids of bytes are their values here
+    with engine_on(tiny) as engine:
+        generation = engine.submit(PROMPTS[0], greedy(1, logit_bias=((first, 1000.0),)))
+        assert "".join(e.text for e in generation if isinstance(e, TokenEvent)) == ""
+        assert (generation.result.token_ids, generation.result.text) == ((first,), "")
+        generation = engine.submit(
+            PROMPTS[0], greedy(2, logit_bias=((first, 1000.0), (second, 900.0)), repeat_penalty=1e6)
+        )
+        assert (generation.result.token_ids, generation.result.text) == ((first, second), "é")
+
+
 def test_a_stop_string_is_found_across_tokens(tiny: Path) -> None:
     with engine_on(tiny) as engine:
         pieces = [e.text for e in engine.submit(PROMPTS[0], greedy()) if isinstance(e, TokenEvent)]

@@ -39,6 +39,7 @@ FLOORS = (
     "m40llm.server",
     "m40llm.hub",
     "m40llm.cli",
+    "m40llm.__main__",
 )
 HUB_SEES_ONLY = ("m40llm.gguf", "m40llm.config", "m40llm.hub")
 EDGE = ("m40llm.cli", "m40llm.server")

@@ -20,7 +20,8 @@ Examples:
   m40llm compile --arch sm_52,sm_61,sm_75,sm_90
   m40llm compile --arch sm_52 --json | jq '.kernels[] | select(.spill_bytes > 0)'
 
-Needs no card and no driver, only NVRTC: pip install 'm40llm[cuda12]' (sm_50 to sm_120) or 'm40llm[cuda13]' (from sm_75).
+Needs no card and no driver, only NVRTC, from m40llm's source folder: pip install '.[cuda12]' (sm_50 to sm_120) or '.[cuda13]'
+(from sm_75).
 Results are cached; a run on a card finds them there.""",
 )
 @click.option("--arch", "archs", default="sm_52", show_default=True, help="Architectures, comma-separated.")
@@ -29,11 +30,18 @@ Results are cached; a run on a card finds them there.""",
 def command(archs: str, major: str | None, as_json: bool) -> None:
     """Compile every kernel; print registers, spills, shared memory and occupancy."""
     from m40llm.cli.progress import StageBar
+    from m40llm.device import DeviceError
     from m40llm.device.compile_all import compile_all
+    from m40llm.device.nvrtc import parse_arch
 
     names = [name.strip() for name in archs.split(",") if name.strip()]
     if not names:
         raise click.UsageError("--arch names no architecture; write for example sm_52", click.get_current_context())
+    try:
+        for name in names:
+            parse_arch(name)
+    except DeviceError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
     started = time.perf_counter()
     with StageBar("compiling") as bar:
         kernels = compile_all(names, cuda_major=int(major) if major else None, progress=bar.update)

@@ -122,9 +122,10 @@ def _version(package: str) -> str:
 
 def _cupy() -> str:
     from m40llm.device import DeviceUnavailable
+    from m40llm.device.errors import install_extra
 
     if importlib.util.find_spec("cupy") is None:
-        raise DeviceUnavailable("not installed", "only a card needs it: pip install 'm40llm[cuda12]'")
+        raise DeviceUnavailable("not installed", f"only a card needs it: {install_extra('cuda12')}")
     names = [name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(name) != "version unknown"]
     return ", ".join(f"{name} {_version(name)}" for name in names)
 
@@ -140,12 +141,14 @@ def _nvrtc() -> list[Finding]:
 
 
 def _cublas() -> Finding:
+    from m40llm.device.errors import install_extra
+
     packages = ("nvidia-cublas-cu12", "nvidia-cublas")
     found = [f"{name} {_version(name)}" for name in packages if _version(name) != "version unknown"]
     if found:
         return Finding("cuBLAS", "ok", ", ".join(found))
     return Finding(
-        "cuBLAS", "missing", "not installed; only the materialised backend needs it: pip install 'm40llm[cuda12]'"
+        "cuBLAS", "missing", f"not installed; only the materialised backend needs it: {install_extra('cuda12')}"
     )
 
 

@@ -45,13 +45,15 @@ def command(model: str, prompt: str, system: str | None, raw: bool, profile: boo
     sampling = sampling_from(flags)
     options = replace(runtime_from(flags), profile=profile)
     from m40llm.cli.lines import read_text
-    from m40llm.cli.loading import open_engine
+    from m40llm.cli.loading import CompileNotice, open_engine
     from m40llm.cli.model_arg import resolve_model
     from m40llm.cli.prompt import prompt_ids
 
     text = read_text("-") if prompt == "-" else prompt
-    with open_engine(resolve_model(model), options) as engine:
+    notice = CompileNotice()
+    with open_engine(resolve_model(model), options, notice) as engine:
         ids = prompt_ids(engine.model.tokenizer, engine.model.chat_template, text, system=system, raw=raw)
+        compiled_before = notice.kernels
         generation = engine.submit(ids, sampling)
         result = follow(generation, show=not as_json)
         if as_json:
@@ -59,7 +61,8 @@ def command(model: str, prompt: str, system: str | None, raw: bool, profile: boo
         else:
             if not result.text.endswith("\n"):
                 click.echo("")
-            print(summary(engine, result), file=sys.stderr)
+            slow = " · slow this once: kernels were compiled meanwhile" if notice.kernels > compiled_before else ""
+            print(summary(engine, result) + slow, file=sys.stderr)
         if profile and engine.model.profile is not None:
             from m40llm.cli.profile_table import profile_table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from m40llm.model import Model
 
 
-def compile_notice() -> Callable[[str], None]:
-    """For `on_compile`: says once that kernels are being compiled, and that this happens once."""
-    said = False
+class CompileNotice:
+    """For `on_compile`: says once that kernels are being compiled. `kernels` counts them."""
 
-    def notice(name: str) -> None:
-        nonlocal said
-        if not said:
-            said = True
-            print("compiling kernels for this machine (once, some seconds; cached afterwards)", file=sys.stderr)
+    def __init__(self) -> None:
+        self.kernels = 0
 
-    return notice
+    def __call__(self, name: str) -> None:
+        if not self.kernels:
+            print(
+                "compiling kernels for this machine (each kind once, some seconds; cached afterwards)", file=sys.stderr
+            )
+        self.kernels += 1
 
 
 def _show_step_logs(options: RuntimeOptions) -> None:
@@ -46,13 +47,13 @@ def _say(model: Model) -> None:
 
 
 @contextmanager
-def open_engine(path: Path, options: RuntimeOptions) -> Iterator[Engine]:
+def open_engine(path: Path, options: RuntimeOptions, on_compile: CompileNotice | None = None) -> Iterator[Engine]:
     """An `Engine` on the model at `path`, closed at the end. Raises what `Engine.load` raises."""
     from m40llm.engine import Engine
 
     _show_step_logs(options)
     with StageBar("loading", unit="bytes") as bar:
-        engine = Engine.load(path, options, progress=bar.update, on_compile=compile_notice())
+        engine = Engine.load(path, options, progress=bar.update, on_compile=on_compile or CompileNotice())
     _say(engine.model)
     with engine:
         yield engine
@@ -65,7 +66,7 @@ def open_model(path: Path, options: RuntimeOptions, *, logit_rows: int) -> Itera
 
     _show_step_logs(options)
     with StageBar("loading", unit="bytes") as bar:
-        model = Model.open(path, options, logit_rows=logit_rows, progress=bar.update, on_compile=compile_notice())
+        model = Model.open(path, options, logit_rows=logit_rows, progress=bar.update, on_compile=CompileNotice())
     _say(model)
     with model:
         yield model

@@ -16,14 +16,12 @@ json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON for
 
 _RUNTIME = (
     click.option(
-        "--threads", "-t", type=int, envvar="M40LLM_THREADS", show_envvar=True, help="CPU threads (default: all)."
-    ),
-    click.option(
-        "--ctx",
+        "--threads",
+        "-t",
         type=int,
-        envvar="M40LLM_CTX",
+        envvar="M40LLM_THREADS",
         show_envvar=True,
-        help="Context in tokens (default: the model's, ≤ 4096).",
+        help="CPU threads (default: all; fewer where other programs need the cores, since threads wait for each other).",
     ),
     click.option(
         "--kv-dtype",
@@ -167,9 +165,12 @@ _SAMPLING = (
 _ACTIVATION_BITS: dict[str | None, Literal[16, 32] | None] = {None: None, "16": 16, "32": 32}
 
 
-def runtime_options(command: _Command) -> _Command:
+def runtime_options(
+    command: _Command, *, ctx_help: str = "Context in tokens (default: the model's, ≤ 4096)."
+) -> _Command:
     """Adds the flags of `RuntimeOptions`; the command gets them as one dict, see `runtime_from`."""
-    for option in reversed(_RUNTIME):
+    ctx = click.option("--ctx", type=int, envvar="M40LLM_CTX", show_envvar=True, help=ctx_help)
+    for option in (*reversed(_RUNTIME), ctx):
         command = option(command)
     return command
 

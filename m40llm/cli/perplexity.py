@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 from typing import Any
 
 import click
@@ -28,7 +29,7 @@ given the first: the way in which llama.cpp's figures are usually made. A text s
 )
 @model_argument
 @click.argument("textfile", metavar="TEXTFILE")
-@runtime_options
+@partial(runtime_options, ctx_help=f"Tokens in a window (default: {DEFAULT_WINDOW}).")
 @json_flag
 def command(model: str, textfile: str, as_json: bool, **flags: Any) -> None:
     """Perplexity of MODEL on TEXTFILE (UTF-8; - is stdin), with its standard error."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from m40llm.device import driver
-from m40llm.device.errors import DeviceError, DeviceUnavailable
+from m40llm.device.errors import DeviceError, DeviceUnavailable, install_extra
 
 if TYPE_CHECKING:
     from m40llm.device.protocol import Device
@@ -51,7 +51,8 @@ def choose_device(request: str, *, require_sm52: bool = False) -> DeviceChoice:
     except DeviceUnavailable as error:
         if request == "auto" and not require_sm52:
             return DeviceChoice("cpu", f"the CPU, since {error.reason}")
-        raise DeviceUnavailable(error.reason, f"{error.remedy}, or run on the CPU with --device cpu") from None
+        elsewhere = "run on the CPU with --device cpu" + (" and without --require-sm52" if require_sm52 else "")
+        raise DeviceUnavailable(error.reason, f"{error.remedy}, or {elsewhere}") from None
     return DeviceChoice("cuda", f"{card.name} ({card.arch}, {card.memory_bytes / (1 << 30):.1f} GiB)", card)
 
 
@@ -65,8 +66,7 @@ def usable_card(require_sm52: bool = False) -> driver.Card:
 
     nvrtc.for_arch(card.arch)
     if importlib.util.find_spec("cupy") is None:
-        extra = nvrtc.extra_for(card.arch)
-        raise DeviceUnavailable("CuPy is not installed", f"pip install 'm40llm[{extra}]'")
+        raise DeviceUnavailable("CuPy is not installed", install_extra(nvrtc.extra_for(card.arch)))
     return card
 
 

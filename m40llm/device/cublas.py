@@ -10,7 +10,7 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-from m40llm.device.errors import DeviceError, DeviceUnavailable
+from m40llm.device.errors import DeviceError, DeviceUnavailable, install_extra
 
 WORKSPACE_BYTES = 4 << 20
 
@@ -44,7 +44,7 @@ def find_library(major: int) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(Path(relative).name)
     except OSError:
-        remedy = f"pip install 'm40llm[cuda{major}]', or use --no-cublas"
+        remedy = f"{install_extra(f'cuda{major}')}, or use --no-cublas"
         raise DeviceUnavailable(f"cuBLAS {major} is not installed", remedy) from None
 
 

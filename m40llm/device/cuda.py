@@ -17,7 +17,7 @@ from m40llm.device import nvrtc
 from m40llm.device.buffers import DeviceBuffer, DeviceMemory, DevicePointer, as_pointer
 from m40llm.device.cublas import WORKSPACE_BYTES, Cublas
 from m40llm.device.driver import Card
-from m40llm.device.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
+from m40llm.device.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory, install_extra
 from m40llm.device.nvml import other_compute_processes
 from m40llm.device.protocol import Argument, Counters, Dim, Kernel, three
 from m40llm.device.signature import check_block
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 def import_cupy(arch: str) -> Any:
     """The cupy package. Raises DeviceUnavailable that names the extra for `arch`, also for a CuPy too new for the card."""
-    remedy = f"pip install 'm40llm[{nvrtc.extra_for(arch)}]'"
+    remedy = install_extra(nvrtc.extra_for(arch))
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
@@ -46,7 +46,7 @@ def check_runtime_version(version: int, arch: str) -> None:
     if version >= 13000 and nvrtc.parse_arch(arch) < 75:
         raise DeviceUnavailable(
             f"CuPy is built for CUDA {version // 1000}, which does not support {arch}",
-            "pip uninstall cupy-cuda13x && pip install 'm40llm[cuda12]'",
+            f"pip uninstall cupy-cuda13x, then {install_extra('cuda12')}",
         )
 
 

@@ -19,6 +19,11 @@ class DeviceUnavailable(DeviceError):
         self.remedy = remedy
 
 
+def install_extra(extra: str) -> str:
+    """The remedy that installs an extra. The package is on no index: a name alone would ask for somebody else's."""
+    return f"pip install '.[{extra}]' in m40llm's source folder"
+
+
 class OutOfDeviceMemory(DeviceError):
     """An allocation did not fit. `wanted` and `free` are bytes."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import platformdirs
 
-from m40llm.device.errors import DeviceError, DeviceUnavailable, KernelCompileError
+from m40llm.device.errors import DeviceError, DeviceUnavailable, KernelCompileError, install_extra
 from m40llm.device.signature import KernelSignature, Parameter, parse_kernels
 from m40llm.device.sources import digest, headers, include_dirs
 
@@ -138,9 +138,9 @@ def load(major: int) -> Nvrtc:
     for root in map(Path, spec.submodule_search_locations or () if spec else ()):
         if (root / library).exists():
             if not (root / include / "cuda_fp16.h").exists():
-                raise DeviceUnavailable("CUDA's header cuda_fp16.h is missing", f"pip install 'm40llm[{extra}]'")
+                raise DeviceUnavailable("CUDA's header cuda_fp16.h is missing", install_extra(extra))
             return Nvrtc(root / library, root / include)
-    raise DeviceUnavailable(f"NVRTC {major} is not installed", f"pip install 'm40llm[{extra}]'")
+    raise DeviceUnavailable(f"NVRTC {major} is not installed", install_extra(extra))
 
 
 def for_arch(arch: str) -> Nvrtc:
@@ -157,13 +157,11 @@ def for_arch(arch: str) -> Nvrtc:
         installed.append(nvrtc)
     extra = extra_for(arch)
     if not installed:
-        raise DeviceUnavailable("NVRTC is not installed", f"pip install 'm40llm[{extra}]'")
+        raise DeviceUnavailable("NVRTC is not installed", install_extra(extra))
     versions = ", ".join(f"{n.version[0]}.{n.version[1]} (sm_{min(n.archs)} and newer)" for n in installed)
     if number < 50:
         raise DeviceUnavailable(f"{arch} is too old: the kernels need compute capability 5.0", "use --device cpu")
-    raise DeviceUnavailable(
-        f"the installed NVRTC {versions} cannot compile for {arch}", f"pip install 'm40llm[{extra}]'"
-    )
+    raise DeviceUnavailable(f"the installed NVRTC {versions} cannot compile for {arch}", install_extra(extra))
 
 
 def extra_for(arch: str) -> str:

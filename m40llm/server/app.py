@@ -112,7 +112,7 @@ class _Loading:
         self.check()
         if not self._said:
             self._said = True
-            logs.event("compiling kernels for this machine (once, some seconds; cached afterwards)")
+            logs.event("compiling kernels for this machine (each kind once, some seconds; cached afterwards)")
 
 
 def _loaded(state: ServerState, task: asyncio.Task[Engine]) -> None:

@@ -11,7 +11,9 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDetokenizer:
-    """Text of a growing sequence of tokens; what push() and flush() return, joined, is ``tokenizer.decode(ids)``.
+    """Text of a growing sequence of tokens: what push() returns, joined, is ``tokenizer.decode(ids)`` as far as it is whole.
+
+    A character that the tokens end within never comes out; bytes that cannot become one are U+FFFD.
 
     Args:
         tokenizer: the vocabulary.
@@ -46,7 +48,3 @@ class StreamDetokenizer:
             data = self._tokenizer.strip_prefix(data)
             self._at_start = False
         return self._decoder.decode(data)
-
-    def flush(self) -> str:
-        """What is left: U+FFFD for an unfinished character. The detokenizer may be used again after it."""
-        return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""Memory for weights in large mappings that the system may back with 2 MB pages.
+"""Memory for weights and small KV caches in large mappings that the system may back with 2 MB pages.
 
 A model is hundreds of matrices, most of them too small for large pages on their own; read as a stream, 4 KB pages cost a
 tenth of the memory's speed and more (page walks, and prefetching that stops at every page).
@@ -17,13 +17,15 @@ LARGE_PAGE = 2 << 20
 
 
 class Arena:
-    """Hands out parts of large anonymous mappings. A mapping is returned to the system when its last array is gone.
+    """Hands out parts of large anonymous mappings, all zeros. A mapping is returned to the system when its last array is gone.
 
-    Pages that are never written take no memory, so a chunk's unused end costs address space only.
+    Pages that are never written take no memory, so a chunk's unused end costs address space only. `used` is what was handed
+    out so far, in bytes.
     """
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
         self._chunk_bytes = chunk_bytes
+        self.used = 0
         self._rest = np.empty(0, np.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
@@ -33,6 +35,7 @@ class Arena:
         if taken > len(self._rest):
             self._rest = self._map(max(taken, self._chunk_bytes))
         array, self._rest = self._rest[:size], self._rest[taken:]
+        self.used += taken
         return array.view(dtype).reshape(shape)
 
     @staticmethod

@@ -4,16 +4,21 @@ A chunk of keys gets its scores, softmax and weighted values in turn; chunks are
 softmax of Milakov and Gimelshein, 2018; the split over keys is that of Flash-Decoding, 2023). A chunk's size does not depend
 on the number of threads, and chunks are merged in order whoever computed them: any number of threads gives the same bits,
 and a sequence's result does not depend on which others are in the step.
+
+In a step of single rows the kernel also rotates Q and K and appends K and V (rope.py): each of those is a few dozen vectors,
+and a kernel of its own would cost more than they do for the threads to meet.
 """
 
 import functools
 
 import numba
 import numpy as np
+from numba.extending import register_jitable
 
 from m40llm.ops.cpu.attention_tiles import dot_keys, weigh_values
-from m40llm.ops.cpu.intrinsics import f32, i32, i64, record
+from m40llm.ops.cpu.intrinsics import atomic_add, f32, i32, record, store_release
 from m40llm.ops.cpu.program import Kernel, kernel, layout, pointer
+from m40llm.ops.cpu.rope import append, rotate
 from m40llm.ops.cpu.simd import (
     ACCUMULATORS,
     as_f32,
@@ -27,12 +32,12 @@ from m40llm.ops.cpu.simd import (
     vmax,
 )
 
-__all__ = ["attention_decode", "attention_merge", "decode_scratch"]
+__all__ = ["NOT_RAW", "attention_decode", "decode_scratch"]
 
 CHUNK = 64  # keys; small enough that short sequences still occupy all threads
 LOG2E = 1.4426950408889634
 NOTHING = -1.0e30  # a score that weighs nothing, finite so that differences of two are numbers
-HEADER = 32  # floats at the start of a thread's scratch: the row that later threads continue (int64), a sink for _fetch
+HEADER = 32  # floats at the start of a thread's scratch: chunks done of the row that others continue (int64), a sink for _fetch
 PAD = 16
 HELPER = {"_nrt": False, "error_model": "numpy", "boundscheck": False}
 
@@ -54,21 +59,34 @@ def decode_layout(storage: type) -> np.dtype:
         scale=np.float32,  # of the scores
         scratch=pointer(np.float32),  # of decode_scratch
         scratch_stride=np.int64,  # floats per thread
+        new_k=pointer(
+            np.float32
+        ),  # (T, KH, HD), rotated in place and appended; the rest is null where rope_append did it
+        new_v=pointer(np.float32),  # (T, KH, HD)
+        cos=pointer(np.float32),  # (positions, pairs)
+        sin=pointer(np.float32),
+        pairs=np.int64,
     )
 
 
 DECODE = decode_layout(np.uint16)
-MERGE = layout(
-    out=pointer(np.float32), kv_heads=np.int64, scratch=pointer(np.float32), scratch_stride=np.int64
-)  # as DECODE's
+NOT_RAW = {
+    "new_k": None,
+    "new_v": None,
+    "cos": None,
+    "sin": None,
+    "pairs": 0,
+}  # the fields where rope_append has been run
 
 
-@numba.njit(**HELPER)
+@register_jitable(
+    **HELPER
+)  # a plain function where Python calls it: compiling it at every start took a fifth of the load time
 def _padded(heads):
     return (heads + PAD - 1) // PAD * PAD
 
 
-@numba.njit(**HELPER)
+@register_jitable(**HELPER)
 def _places(heads, head_dim):
     """A thread's scratch after the header and the queries, in bytes: scores, factors of a merge, parts, and a part's size.
 
@@ -82,7 +100,7 @@ def _places(heads, head_dim):
 
 
 def decode_scratch(threads: int, n_heads: int, n_kv_heads: int, head_dim: int, context: int) -> np.ndarray:
-    """Scratch of `attention_decode` and `attention_merge`: (threads, scratch_stride) float32, zeros.
+    """Scratch of `attention_decode`: (threads, scratch_stride) float32, zeros.
 
     Pages are committed when they are first used, so a context that is never reached costs nothing.
     """
@@ -164,17 +182,19 @@ def _fetch(address, size):
 
 
 @functools.cache
-def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
+def attention_decode(group: int, head_dim: int, half: bool, interleaved: bool | None = None) -> Kernel:
     """The kernel for `group` = H / KH query heads per KV head; `half`: K and V are FP16 bits, otherwise float32.
 
-    Handles the step's segments of one row and leaves the others' output alone. Where a row's keys were split between
-    threads its output is not complete before `attention_merge` has run (with a barrier in between).
+    Handles the step's segments of one row and leaves the others' output alone. Where a row's keys are split between threads,
+    the one that is done last merges them. interleaved: Q, K and V come as the projections left them, and this is how
+    rope_append would pair their elements; None: it has been run.
     """
     heads = _largest_divisor(group, 7 if group == 7 else 6)
     keys = 1 << max(0, min(3, (ACCUMULATORS // heads).bit_length() - 1))
     vectors = _largest_divisor(head_dim // 16, ACCUMULATORS // heads)
     is_half = int(half)
     itemsize = 2 if half else 4
+    raw, neighbours = int(interleaved is not None), int(bool(interleaved))
 
     def body(args, tid, threads):
         a = record(args, DECODE)
@@ -182,8 +202,6 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
         own = a.scratch + 4 * tid * a.scratch_stride
         scores_at, factors_at, state_at, part_bytes = _places(a.kv_heads * group, head_dim)
         queries, scores, factors, state = own + 4 * HEADER, own + scores_at, own + factors_at, own + state_at
-        unfinished = i64(own, 8)
-        unfinished[0] = -1
 
         chunks_in_all = 0
         for s in range(a.segments):
@@ -208,13 +226,28 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
                 low, high = max(begin - item, 0), min(end - item, chunks)
                 if low < high:
                     row = (cu[s] * a.kv_heads + h) * (4 * group * head_dim)
+                    slot = slots[s] * a.slot_stride + h * (head_dim * itemsize)
+                    angle = 4 * (n - 1) * a.pairs
                     for i in range(0, 4 * width * head_dim, 64):
-                        store(queries + i, load(a.q + row + i) * scale)
+                        store(queries + i, load(a.q + row + i))
+                    if raw == 1:
+                        for g in range(0, 4 * width * head_dim, 4 * head_dim):
+                            rotate(neighbours, queries + g, a.cos + angle, a.sin + angle, a.pairs)
+                        if high == chunks:  # exactly one thread has the chunk with the row's own position
+                            new = (cu[s] * a.kv_heads + h) * (4 * head_dim)
+                            last = slot + (n - 1) * a.pos_stride
+                            for i in range(together):
+                                to = i * (head_dim * itemsize)
+                                k, v = a.new_k + new + 4 * head_dim * i, a.new_v + new + 4 * head_dim * i
+                                rotate(neighbours, k, a.cos + angle, a.sin + angle, a.pairs)
+                                append(is_half, k, v, a.k + last + to, a.v + last + to, head_dim)
+                    for i in range(0, 4 * width * head_dim, 64):
+                        store(queries + i, load(queries + i) * scale)
                     owner = tid
                     while items * owner // threads > item:
                         owner -= 1
-                    parts = a.scratch + 4 * owner * a.scratch_stride + state_at + 2 * part_bytes
-                    slot = slots[s] * a.slot_stride + h * (head_dim * itemsize)
+                    shared = a.scratch + 4 * owner * a.scratch_stride
+                    parts = shared + state_at + 2 * part_bytes
                     for c in range(low, high):
                         key = first + c * CHUNK
                         count = min(CHUNK, n - key)
@@ -243,29 +276,16 @@ def attention_decode(group: int, head_dim: int, half: bool) -> Kernel:
                                 )  # fmt: skip
                         if owner == tid and c > 0:
                             _merge(state, part, factors, width, head_dim)
-                    if owner == tid:
-                        if high == chunks:
-                            _finish(state, a.out + row, width, head_dim)
-                        else:
-                            unfinished[0], unfinished[1], unfinished[2], unfinished[3] = row, high, chunks, width
+                    if low == 0 and high == chunks:
+                        _finish(state, a.out + row, width, head_dim)
+                    elif atomic_add(shared, high - low) + high - low == chunks:  # the others are done
+                        store_release(shared, 0)
+                        whole = shared + state_at
+                        for c in range(items * (owner + 1) // threads - item, chunks):
+                            _merge(whole, parts + c * part_bytes, factors, width, head_dim)
+                        _finish(whole, a.out + row, width, head_dim)
                 item += chunks
 
-    return kernel(decode_layout(np.uint16 if half else np.float32), f"attention_decode[{group}x{head_dim}]")(body)
-
-
-@functools.cache
-def attention_merge(group: int, head_dim: int) -> Kernel:
-    """Completes the rows whose keys `attention_decode` split between threads."""
-
-    def body(args, tid, threads):
-        a = record(args, MERGE)
-        own = a.scratch + 4 * tid * a.scratch_stride
-        _, factors_at, state_at, part_bytes = _places(a.kv_heads * group, head_dim)
-        unfinished = i64(own, 8)
-        if unfinished[0] >= 0:
-            width = unfinished[3]
-            for c in range(unfinished[1], unfinished[2]):
-                _merge(own + state_at, own + state_at + (2 + c) * part_bytes, own + factors_at, width, head_dim)
-            _finish(own + state_at, a.out + unfinished[0], width, head_dim)
-
-    return kernel(MERGE, f"attention_merge[{group}x{head_dim}]")(body)
+    pairing = "" if interleaved is None else ", rope pairs" if interleaved else ", rope halves"
+    name = f"attention_decode[{group}x{head_dim}{pairing}]"
+    return kernel(decode_layout(np.uint16 if half else np.float32), name)(body)

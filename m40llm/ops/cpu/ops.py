@@ -12,50 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m40llm.config import ConfigError, ModelConfig
-from m40llm.gguf import GGUFFile, TensorType, dequantize
+from m40llm.gguf import GGUFFile, dequantize
 from m40llm.kv import KVLayout
 from m40llm.ops.cpu import elementwise
 from m40llm.ops.cpu.arena import Arena
-from m40llm.ops.cpu.attention_decode import attention_decode, attention_merge, decode_scratch
+from m40llm.ops.cpu.attention_decode import NOT_RAW, attention_decode, decode_scratch
 from m40llm.ops.cpu.attention_prefill import attention_prefill, prefill_scratch
+from m40llm.ops.cpu.buffers import DeferredNorm, DeferredRope, EmbeddingTable, RopeTable, Scratch
 from m40llm.ops.cpu.embed import embed
+from m40llm.ops.cpu.formats import FORMATS
 from m40llm.ops.cpu.isa import IsaError, choose_isa
 from m40llm.ops.cpu.packing import PackedMatrix, pack_matrix
-from m40llm.ops.cpu.program import Program, Workers, aligned_empty
+from m40llm.ops.cpu.program import Kernel, Program, Workers, aligned_empty
 from m40llm.ops.cpu.project import Projection, record_gate_up_swiglu, record_project
-from m40llm.ops.cpu.quantise import QuantisedRows, record_quantise
+from m40llm.ops.cpu.quantise import Norm, QuantisedRows, record_quantise
 from m40llm.ops.cpu.rope import rope_append, rope_tables
 from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingTable:
-    """Token embeddings as the file has them: only the rows in use are ever read."""
-
-    type: TensorType
-    data: NDArray[np.uint8]  # (V, row bytes), a view of the mapped file
-    width: int  # D
-
-
-@dataclass(frozen=True, slots=True)
-class RopeTable:
-    """cos and sin: (positions, dim/2) float32."""
-
-    cos: NDArray[np.float32]
-    sin: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Buffers inside ops, sized with the workspace."""
-
-    rows: QuantisedRows
-    decode: NDArray[np.float32]
-    prefill: NDArray[np.float32]
-    normed: NDArray[np.float32]  # (R, D)
-    argmax_values: NDArray[np.float32]
-    argmax_places: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +76,9 @@ class CpuOps:
         self._workers = Workers(threads or available_threads())
         self._weights = Arena()
         self._program: Program | None = None
-        self._scratch: _Scratch | None = None
+        self._scratch: Scratch | None = None
+        self._norm: DeferredNorm | None = None
+        self._rope: DeferredRope | None = None
         n = self._workers.threads
         self.description = (
             f"CPU ({self._isa.name.lower()}, {n} thread{'s' if n > 1 else ''}, {activation_bits}-bit activations)"
@@ -140,7 +115,7 @@ class CpuOps:
             return aligned_empty(shape, np.float32)
 
         widest = max(config.d_model, config.q_width, config.d_ff)
-        self._scratch = _Scratch(
+        self._scratch = Scratch(
             rows=QuantisedRows(max(rows, wanted), widest, self._isa, fine=self._activation_bits == 32),
             decode=decode_scratch(threads, config.n_heads, config.n_kv_heads, config.head_dim, config.context_length),
             prefill=prefill_scratch(threads, config.head_dim),
@@ -164,8 +139,17 @@ class CpuOps:
         )
 
     def new_kv(self, layout: KVLayout) -> KVCache:
-        # zeros: pages are only committed when a position is first written
-        return KVCache(layout, np.zeros(layout.shape, layout.storage), np.zeros(layout.shape, layout.storage))
+        """K and V, all zeros.
+
+        Decode reads them faster from 2 MB pages, but those are committed nearly all with the first token. That is right for
+        a cache that is small beside the weights; a larger one keeps small pages, which come as positions are written.
+        """
+        small = layout.nbytes <= self._weights.used / 2
+
+        def cache() -> NDArray:
+            return Arena(0).empty(layout.shape, layout.storage) if small else np.zeros(layout.shape, layout.storage)
+
+        return KVCache(layout, cache(), cache())
 
     # -- a step ------------------------------------------------------------------------------------
     def upload(self, ws: Workspace, plan: StepPlan) -> None:
@@ -178,7 +162,7 @@ class CpuOps:
         try:
             body()
         finally:
-            self._program = None
+            self._program = self._norm = self._rope = None
         return RecordedStep(program, self._workers)
 
     def read_ids(self, ws: Workspace, rows: int) -> NDArray[np.int32]:
@@ -204,7 +188,7 @@ class CpuOps:
 
     # -- inside `record` ---------------------------------------------------------------------------
     @property
-    def _recording(self) -> tuple[Program, _Scratch]:
+    def _recording(self) -> tuple[Program, Scratch]:
         if self._program is None or self._scratch is None:
             raise RuntimeError("ops are called inside record(), after new_workspace()")
         return self._program, self._scratch
@@ -221,27 +205,30 @@ class CpuOps:
         out: NDArray[np.float32],
         readers: Sequence[PackedMatrix] = (),
     ) -> None:
-        self._rmsnorm(x, weight, eps, out, None)
+        if readers and all(matrix.type in FORMATS for matrix in readers):
+            self._norm = DeferredNorm(out, x, Norm(weight, eps))
+        else:
+            self._add_rmsnorm(x, weight, eps, out)
 
-    def _rmsnorm(
+    def _add_rmsnorm(
         self,
         x: NDArray[np.float32],
         weight: NDArray[np.float32],
         eps: float,
         out: NDArray[np.float32],
-        index: NDArray[np.int32] | None,
+        index: NDArray[np.int32] | None = None,
     ) -> None:
         program, _ = self._recording
-        program.add(
-            elementwise.rmsnorm,
-            x=x,
-            weight=weight,
-            out=out,
-            index=index,
-            rows=len(out),
-            width=x.shape[1],
-            eps=eps,
-        )
+        fields = {"rows": len(out), "width": x.shape[1], "eps": eps}
+        program.add(elementwise.rmsnorm, x=x, weight=weight, out=out, index=index, **fields)
+
+    def _quantise(self, h: NDArray[np.float32]) -> None:
+        """Names h as the input of the next projections; a norm that was left to its readers comes along."""
+        program, scratch = self._recording
+        if self._norm is not None and self._norm.out is h:
+            record_quantise(program, self._norm.x, scratch.rows, norm=self._norm.norm)
+        else:
+            record_quantise(program, h, scratch.rows)
 
     def qkv(
         self,
@@ -253,7 +240,7 @@ class CpuOps:
         v: NDArray[np.float32],
     ) -> None:
         program, scratch = self._recording
-        record_quantise(program, h, scratch.rows)
+        self._quantise(h)
         outputs = zip(weights, (q, k, v), biases, strict=True)
         record_project(program, [Projection(w, out, bias) for w, out, bias in outputs], scratch.rows)
 
@@ -268,27 +255,8 @@ class CpuOps:
         layer: int,
         ws: Workspace,
     ) -> None:
-        program, _ = self._recording
-        itemsize = kv.layout.storage.itemsize
-        program.add(
-            rope_append(config.rope.interleaved, kv.layout.dtype == "f16"),
-            q=q,
-            k=k,
-            v=v,
-            cos=rope.cos,
-            sin=rope.sin,
-            pos=ws.plan["pos"],
-            row_slot=ws.plan["row_slot"],
-            k_cache=kv.k[layer],
-            v_cache=kv.v[layer],
-            slot_stride=kv.layout.slot_stride * itemsize,
-            pos_stride=kv.layout.pos_stride * itemsize,
-            rows=len(q),
-            heads=config.n_heads,
-            kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            pairs=config.rope.dim // 2,
-        )
+        """Left to `attention`, which does it on the way where all segments are single rows."""
+        self._rope = DeferredRope(q, k, v, rope)
 
     def attention(
         self,
@@ -303,14 +271,29 @@ class CpuOps:
     ) -> None:
         program, scratch = self._recording
         group, half = config.n_heads // config.n_kv_heads, kv.layout.dtype == "f16"
-        itemsize = kv.layout.storage.itemsize
+        if self._rope is None or self._rope.q is not q:
+            raise RuntimeError("attention() comes after rope_append() of the same q")
+        (new_k, new_v, rope), self._rope = (self._rope.k, self._rope.v, self._rope.table), None
+        pairs, pairing = config.rope.dim // 2, config.rope.interleaved
+        strides: dict[str, Any] = {"slot_stride": kv.k.strides[1], "pos_stride": kv.k.strides[2]}
+        tables: dict[str, Any] = {"cos": rope.cos, "sin": rope.sin, "pairs": pairs}
+        by_decode = shape.longest == 1
+        if not by_decode:
+            rows: dict[str, Any] = {"pos": ws.plan["pos"], "row_slot": ws.plan["row_slot"], "rows": len(q)}
+            heads: dict[str, Any] = {
+                "heads": config.n_heads,
+                "kv_heads": config.n_kv_heads,
+                "head_dim": config.head_dim,
+            }
+            cache: dict[str, Any] = {"k_cache": kv.k[layer], "v_cache": kv.v[layer]}
+            program.add(
+                rope_append(pairing, half), q=q, k=new_k, v=new_v, **cache, **strides, **rows, **heads, **tables
+            )
         fields = {
             "q": q,
             "out": out,
             "k": kv.k[layer],
             "v": kv.v[layer],
-            "slot_stride": kv.layout.slot_stride * itemsize,
-            "pos_stride": kv.layout.pos_stride * itemsize,
             "cu_seqlens": ws.plan["cu_seqlens_q"],
             "kv_lens": ws.plan["kv_lens"],
             "slots": ws.plan["slots"],
@@ -318,18 +301,20 @@ class CpuOps:
             "kv_heads": config.n_kv_heads,
             "window": 0,
             "scale": 1.0 / math.sqrt(config.head_dim),
+            **strides,
         }
 
-        def strided(buffer: NDArray[np.float32]) -> dict[str, Any]:
-            return {"scratch": buffer, "scratch_stride": buffer.shape[1]}
+        def add(kernel: Kernel, buffer: NDArray[np.float32], *, barrier: bool = True, rotated: bool = True) -> None:
+            raw = NOT_RAW if rotated else {"new_k": new_k, "new_v": new_v, **tables}
+            scratch = {"scratch": buffer, "scratch_stride": buffer.shape[1]}
+            program.add(kernel, barrier=barrier, **fields, **scratch, **raw)
 
         if shape.longest > 1:
-            kernel = attention_prefill(group, config.head_dim, half)
-            program.add(kernel, barrier=shape.segments == 1, **fields, **strided(scratch.prefill))
-        if shape.longest == 1 or shape.segments > 1:  # some segment may have a single row
-            program.add(attention_decode(group, config.head_dim, half), **fields, **strided(scratch.decode))
-            merge = attention_merge(group, config.head_dim)
-            program.add(merge, out=out, kv_heads=config.n_kv_heads, **strided(scratch.decode))
+            add(attention_prefill(group, config.head_dim, half), scratch.prefill, barrier=shape.segments == 1)
+        if by_decode:
+            add(attention_decode(group, config.head_dim, half, pairing), scratch.decode, rotated=False)
+        elif shape.segments > 1:  # some segment may have a single row
+            add(attention_decode(group, config.head_dim, half), scratch.decode)
 
     def project(
         self,
@@ -341,7 +326,7 @@ class CpuOps:
         add: bool = False,
     ) -> None:
         program, scratch = self._recording
-        record_quantise(program, h, scratch.rows)
+        self._quantise(h)
         record_project(program, [Projection(weight, out, bias, add)], scratch.rows)
 
     def gate_up_swiglu(
@@ -353,7 +338,7 @@ class CpuOps:
         readers: Sequence[PackedMatrix] = (),
     ) -> None:
         program, scratch = self._recording
-        record_quantise(program, h, scratch.rows)
+        self._quantise(h)
         record_gate_up_swiglu(program, gate, up, scratch.rows, out)
 
     def logits(
@@ -368,8 +353,13 @@ class CpuOps:
         program, scratch = self._recording
         rows = shape.logit_rows
         normed, logits = scratch.normed[:rows], ws.logits[:rows]
-        self._rmsnorm(x, norm, eps, normed, ws.plan["logit_rows"])
-        self.project(normed, weight, logits)
+        index = ws.plan["logit_rows"][:rows]
+        if weight.type in FORMATS:
+            record_quantise(program, x, scratch.rows, index, Norm(norm, eps))
+        else:
+            self._add_rmsnorm(x, norm, eps, normed, index)
+            record_quantise(program, normed, scratch.rows)
+        record_project(program, [Projection(weight, logits)], scratch.rows)
         fields = {
             "logits": logits,
             "rows": rows,

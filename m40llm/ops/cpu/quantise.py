@@ -4,6 +4,9 @@ x = sx * v with sx = max|x| / (127 * 256 + 127): the error is at most max|x| / 6
 activations. With `fine`, what is left of x is quantised in the same way into tiles of its own, and projections add both
 products: 32 bits of the largest value of a block, for twice the work. Rows are packed in tiles of 8, the rest in one tile
 of 1, 2, 4 or 8 whose last rows may be unused.
+
+RMSNorm is done on the way where the input is a norm's output: every thread sums up the rows that it has a part of, which
+takes less time than one more kernel and the threads' meeting after it.
 """
 
 from collections.abc import Callable
@@ -20,9 +23,10 @@ from m40llm.ops.cpu.formats import BLOCK
 from m40llm.ops.cpu.intrinsics import f32, i32, record, stack
 from m40llm.ops.cpu.isa import ISA
 from m40llm.ops.cpu.program import Program, aligned_empty, kernel, layout, pointer
+from m40llm.ops.cpu.simd import as_f32, load, splat, store, sum_squares
 from m40llm.ops.cpu.tile import META, NEGATIVE_SUM, SCALED_SUM, TILE_TOKENS, WHOLE, block_bytes
 
-__all__ = ["TILE", "QuantisedRows", "record_quantise", "rest_tokens"]
+__all__ = ["TILE", "Norm", "QuantisedRows", "record_quantise", "rest_tokens"]
 
 TILE = max(TILE_TOKENS)
 LARGEST = 127 * 256 + 127
@@ -42,7 +46,7 @@ def rest_tokens(rows: int) -> int:
 def _quantise_block(typingctx, split, x, out, width, token, left):
     """One block of 32: float32 at x into the tile block at ``out`` of ``width`` tokens.
 
-    ``split`` (literal): hi and lo bytes. ``left`` (32 float32) takes what the integers do not say of x.
+    ``split`` (literal): hi and lo bytes. ``left`` (32 float32, or 0) takes what the integers do not say of x.
     """
     bytes_apart = bool(split.literal_value)
 
@@ -63,13 +67,15 @@ def _quantise_block(typingctx, split, x, out, width, token, left):
         def put(value, address):
             b.store(value, b.inttoptr(address, value.type.as_pointer()))
 
-        parts = []
+        parts, sizes = [], []
         for half in (0, 64):
             loaded = b.load(b.inttoptr(b.add(x, I64(half)), VF.as_pointer()))
             loaded.align = 4
             parts.append(loaded)
-        most = call("llvm.maxnum.v16f32", VF, *(call("llvm.fabs.v16f32", VF, part) for part in parts))
-        largest = call("llvm.vector.reduce.fmax.v16f32", F32, most)
+            sizes.append(b.and_(b.bitcast(loaded, VI), constant(0x7FFFFFFF)))
+        # bits of positive floats are ordered as the floats are, and integers have a maximum in one instruction
+        most = b.select(b.icmp_signed(">", *sizes), *sizes)
+        largest = b.bitcast(call("llvm.vector.reduce.smax.v16i32", I32, most), F32)
         tiny = b.fcmp_ordered("<", largest, ir.Constant(F32, SMALLEST))
         sx = b.select(tiny, ir.Constant(F32, 0.0), b.fdiv(largest, ir.Constant(F32, float(LARGEST))))
         inverse = b.select(tiny, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, float(LARGEST)), largest))
@@ -78,8 +84,9 @@ def _quantise_block(typingctx, split, x, out, width, token, left):
             scaled = b.fmul(part, splat(inverse, VF))
             v = b.fptosi(call("llvm.rint.v16f32", VF, scaled), VI)
             sums.append(call("llvm.vector.reduce.add.v16i32", I32, v))
-            rest = call("llvm.fma.v16f32", VF, splat(b.fneg(sx), VF), b.sitofp(v, VF), part)
-            b.store(rest, b.inttoptr(b.add(left, I64(64 * half)), VF.as_pointer())).align = 4
+            with b.if_then(b.icmp_signed("!=", left, I64(0))):
+                rest = call("llvm.fma.v16f32", VF, splat(b.fneg(sx), VF), b.sitofp(v, VF), part)
+                b.store(rest, b.inttoptr(b.add(left, I64(64 * half)), VF.as_pointer())).align = 4
             if bytes_apart:
                 high = b.ashr(b.add(v, constant(128)), constant(8))
                 low = b.sub(v, b.shl(high, constant(8)))
@@ -120,6 +127,8 @@ QUANTISE = layout(
     blocks=np.int64,
     tiles=pointer(np.uint8),
     fine=pointer(np.uint8),  # tiles of what is left; null: not wanted
+    norm=pointer(np.float32),  # (K,) weight of an RMSNorm of x; null: none
+    eps=np.float64,
 )
 
 
@@ -129,20 +138,29 @@ def _quantiser(split: bool) -> Callable[[int, int, int], None]:
     def quantise(args, tid, threads):
         a = record(args, QUANTISE)
         index = i32(a.index, a.rows)
-        full = a.rows // TILE * TILE
-        left = stack(128)  # 32 float32
-        # work is cut over rows and blocks alike, so that one row also keeps all threads busy
-        count = a.rows * a.blocks
+        normed, left = stack(128), stack(128)  # 32 float32
+        scales, scaled = f32(stack(64), TILE), -1  # of the norms of a tile's rows, and which tile's
+        # Work is cut over tiles and blocks, so that one row also keeps all threads busy; a block of a tile is written whole.
+        count = (a.rows + TILE - 1) // TILE * a.blocks
         for item in range(tid * count // threads, (tid + 1) * count // threads):
-            t, block = item // a.blocks, item % a.blocks
-            row = index[t] if a.index != 0 else t
-            first = t // TILE * TILE
-            width = TILE if t < full else a.rest
+            first, block = item // a.blocks * TILE, item % a.blocks
+            tokens = min(TILE, a.rows - first)
+            width = TILE if tokens == TILE else a.rest
             at = (first * a.blocks + block * width) * TILE_BLOCK_BYTES
-            x = a.x + (row * a.stride + BLOCK * block) * 4
-            _quantise_block(literal, x, a.tiles + at, width, t - first, left)
-            if a.fine != 0:
-                _quantise_block(literal, left, a.fine + at, width, t - first, left)
+            for t in range(tokens):
+                row = a.x + 4 * a.stride * (index[first + t] if a.index != 0 else first + t)
+                x = row + 4 * BLOCK * block
+                if a.norm != 0:
+                    if first != scaled:
+                        mean = sum_squares(row, BLOCK * a.blocks) / (BLOCK * a.blocks)
+                        scales[t] = as_f32(1.0 / np.sqrt(mean + a.eps))
+                    for i in range(0, 4 * BLOCK, 64):
+                        store(normed + i, load(x + i) * splat(scales[t]) * load(a.norm + 4 * BLOCK * block + i))
+                    x = normed
+                _quantise_block(literal, x, a.tiles + at, width, t, left if a.fine != 0 else 0)
+                if a.fine != 0:
+                    _quantise_block(literal, left, a.fine + at, width, t, 0)
+            scaled = first
 
     return quantise
 
@@ -179,6 +197,14 @@ def tile_floats(args, tid, threads):
             out[k * width + t - first] = x[k]
 
 
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm on the way to the integers: weight (K,) float32."""
+
+    weight: np.ndarray
+    eps: float
+
+
 @dataclass
 class QuantisedRows:
     """Scratch for the input of projections: up to ``max_rows`` rows of up to ``max_k`` values, for one instruction set.
@@ -201,6 +227,7 @@ class QuantisedRows:
         self.tiles = aligned_empty(size, np.uint8)
         self.fine_tiles = aligned_empty(size, np.uint8) if self.fine else None
         self._source: tuple[np.ndarray, np.ndarray | None, int] | None = None
+        self._norm: Norm | None = None
         self._ready: set[bool] = set()
 
     @property
@@ -208,7 +235,7 @@ class QuantisedRows:
         """Bytes from `tiles` to the tiles of what their integers leave; 0 where there are none."""
         return 0 if self.fine_tiles is None else self.fine_tiles.ctypes.data - self.tiles.ctypes.data
 
-    def name_source(self, x: np.ndarray, rows: np.ndarray | None) -> None:
+    def name_source(self, x: np.ndarray, rows: np.ndarray | None, norm: Norm | None) -> None:
         count = len(x) if rows is None else len(rows)
         if x.ndim != 2 or x.dtype != np.float32 or x.strides[1] != 4:
             raise ValueError(f"x must be (rows, k) float32 with contiguous rows, not {x.dtype} {x.shape}")
@@ -216,7 +243,7 @@ class QuantisedRows:
             raise ValueError(
                 f"{count} rows of {x.shape[1]} do not fit scratch for {self.max_rows} rows of {self.max_k}"
             )
-        self._source, self._ready = (x, rows, count), set()
+        self._source, self._norm, self._ready = (x, rows, count), norm, set()
 
     def source(self) -> tuple[np.ndarray, int]:
         """The input x and its row count."""
@@ -228,6 +255,8 @@ class QuantisedRows:
         """The input's tiles, quantised or float32; adds the kernel that fills them, once per input."""
         x, count = self.source()
         index, k = self._source[1] if self._source else None, x.shape[1]
+        if not quantised and self._norm is not None:
+            raise ValueError("matrices of floats take the output of a norm, not its input")
         if not quantised and self.floats is None:
             self.floats = aligned_empty(self.padded_rows * self.max_k, np.float32)
         tiles = self.tiles if quantised else self.floats
@@ -241,16 +270,21 @@ class QuantisedRows:
                 "rest": rest_tokens(count),
             }
             if quantised:
-                program.add(QUANTISERS[self.isa.vnni], **shared, blocks=k // BLOCK, tiles=tiles, fine=self.fine_tiles)
+                weight, eps = (self._norm.weight, self._norm.eps) if self._norm else (None, 0.0)
+                fields: dict[str, Any] = {"tiles": tiles, "fine": self.fine_tiles, "norm": weight, "eps": eps}
+                program.add(QUANTISERS[self.isa.vnni], **shared, blocks=k // BLOCK, **fields)
             else:
                 program.add(tile_floats, **shared, k=k, tiles=tiles)
             self._ready.add(quantised)
         return tiles
 
 
-def record_quantise(program: Program, x: np.ndarray, q: QuantisedRows, rows: np.ndarray | None = None) -> None:
+def record_quantise(
+    program: Program, x: np.ndarray, q: QuantisedRows, rows: np.ndarray | None = None, norm: Norm | None = None
+) -> None:
     """Name the input of the projections that follow: x (T, K) float32, or its rows ``rows`` (R,) int32 if given.
 
     The conversion is added with the first projection, in the form that its weights need. ``rows`` is read at run time.
+    With ``norm`` the input is the RMSNorm of those rows; all matrices must then be of quantised types.
     """
-    q.name_source(x, rows)
+    q.name_source(x, rows, norm)

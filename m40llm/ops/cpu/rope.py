@@ -10,7 +10,7 @@ from m40llm.ops.cpu.program import Kernel, kernel, layout, pointer
 from m40llm.ops.cpu.simd import fma, load, load_twice, store, store_f16, swap_pairs
 from m40llm.ops.rope_table import rope_frequencies, rope_tables
 
-__all__ = ["rope_append", "rope_frequencies", "rope_tables"]
+__all__ = ["append", "rope_append", "rope_frequencies", "rope_tables", "rotate"]
 
 HELPER = {"_nrt": False, "error_model": "numpy", "boundscheck": False}
 
@@ -68,6 +68,27 @@ def _rotate_neighbours(x, cos, sin, pairs):
         a[2 * i], a[2 * i + 1] = x0 * c[i] - x1 * s[i], x1 * c[i] + x0 * s[i]
 
 
+@numba.njit(**HELPER)
+def rotate(neighbours, x, cos, sin, pairs):
+    """Rotates the head at x in place; neighbours: 1 pairs (2i, 2i + 1), 0 pairs (i, i + pairs)."""
+    if neighbours == 1:
+        _rotate_neighbours(x, cos, sin, pairs)
+    else:
+        _rotate_halves(x, cos, sin, pairs)
+
+
+@numba.njit(**HELPER)
+def append(is_half, k, v, k_cache, v_cache, head_dim):
+    """Stores one head's key and value, float32, in the cache."""
+    for d in range(0, head_dim, 16):
+        if is_half == 1:
+            store_f16(k_cache + 2 * d, load(k + 4 * d))
+            store_f16(v_cache + 2 * d, load(v + 4 * d))
+        else:
+            store(k_cache + 4 * d, load(k + 4 * d))
+            store(v_cache + 4 * d, load(v + 4 * d))
+
+
 @functools.cache
 def rope_append(interleaved: bool, half: bool) -> Kernel:
     """The kernel that rotates Q and K in place and stores K and V at (row_slot[t], pos[t]).
@@ -90,20 +111,10 @@ def rope_append(interleaved: bool, half: bool) -> Kernel:
             at = (t * a.kv_heads + kv) * bytes_per_head
             x = a.q + (t * a.heads + h) * bytes_per_head if kv < 0 else a.k + at
             angle = 4 * pos[t] * a.pairs
-            if neighbours == 1:
-                _rotate_neighbours(x, a.cos + angle, a.sin + angle, a.pairs)
-            else:
-                _rotate_halves(x, a.cos + angle, a.sin + angle, a.pairs)
-            if kv < 0:
-                continue
-            offset = row_slot[t] * a.slot_stride + pos[t] * a.pos_stride + kv * a.head_dim * itemsize
-            for d in range(0, a.head_dim, 16):
-                if is_half == 1:
-                    store_f16(a.k_cache + offset + 2 * d, load(x + 4 * d))
-                    store_f16(a.v_cache + offset + 2 * d, load(a.v + at + 4 * d))
-                else:
-                    store(a.k_cache + offset + 4 * d, load(x + 4 * d))
-                    store(a.v_cache + offset + 4 * d, load(a.v + at + 4 * d))
+            rotate(neighbours, x, a.cos + angle, a.sin + angle, a.pairs)
+            if kv >= 0:
+                offset = row_slot[t] * a.slot_stride + pos[t] * a.pos_stride + kv * a.head_dim * itemsize
+                append(is_half, x, a.v + at, a.k_cache + offset, a.v_cache + offset, a.head_dim)
 
     return kernel(_layout(np.uint16 if half else np.float32), f"rope_append[{'pairs' if interleaved else 'halves'}]")(
         body

@@ -14,7 +14,7 @@ from m40llm.gguf import TensorType
 from m40llm.ops.cuda.pack import FORMATS, CudaMatrix
 from m40llm.ops.cuda.tensor import DeviceTensor
 
-MOST_ROWS = 4  # kernels of more rows scale weights, not x
+MOST_ROWS = 8  # that one pass of a projection serves
 _CHUNK, _SUMS = 1024, 64  # floats of a row in a chunk: values, sums
 _FLOATING = ("f32", "f16", "bf16")  # read x as it is
 
