@@ -31,6 +31,9 @@ from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
 
 
+LARGE_PAGED_KV = 2.0  # times the weights: up to what size keys and values lie in 2 MB pages
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
     """A program and the threads that replay it."""
@@ -142,9 +145,9 @@ class CpuOps:
         """K and V, all zeros.
 
         Decode reads them faster from 2 MB pages, but those are committed nearly all with the first token. That is right for
-        a cache that is small beside the weights; a larger one keeps small pages, which come as positions are written.
+        a cache that is not much beside the weights; a larger one keeps small pages, which come as positions are written.
         """
-        small = layout.nbytes <= self._weights.used / 2
+        small = layout.nbytes <= LARGE_PAGED_KV * self._weights.used
 
         def cache() -> NDArray:
             return Arena(0).empty(layout.shape, layout.storage) if small else np.zeros(layout.shape, layout.storage)
