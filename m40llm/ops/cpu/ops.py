@@ -30,7 +30,6 @@ from m40llm.ops.cpu.rope import rope_append, rope_tables
 from m40llm.ops.protocol import KVCache, Workspace
 from m40llm.plan import PLAN_FIELDS, StepLimits, StepPlan, StepShape, plan_offsets
 
-
 LARGE_PAGED_KV = 2.0  # times the weights: up to what size keys and values lie in 2 MB pages
 
 
