@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from tests.chat_browser import driver, page  # noqa: F401  # fixtures
 from tests.server_process import server  # noqa: F401  # a fixture
 
 DATA = Path(__file__).parent / "data"
+
+# A shell's background job ignores Ctrl-C, and so would every program that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

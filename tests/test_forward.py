@@ -19,6 +19,7 @@ from tests.tiny_gguf import build_tiny_gguf
 MODELS = {
     "llama, FP16 weights, plain RoPE": {"types": {"*": TensorType.F16}},
     "qwen2, biases, halves, tied": {"arch": "qwen2", "types": {"*": TensorType.F16}, "tied": True},
+    "llama, floats among integers": {"types": {"*attn_v*": TensorType.F16, "*": TensorType.Q8_0}},
     "llama, mixed types, GQA 4:1": {
         "d_model": 256,
         "n_heads": 4,

@@ -210,6 +210,7 @@ class CpuOps:
         if readers and all(matrix.type in FORMATS for matrix in readers):
             self._norm = DeferredNorm(out, x, Norm(weight, eps))
         else:
+            self._norm = None  # `out` may be the buffer of one that was deferred
             self._add_rmsnorm(x, weight, eps, out)
 
     def _add_rmsnorm(
