@@ -18,12 +18,22 @@ MOST_ROWS = 8  # that one pass of a projection serves
 _CHUNK, _SUMS = 1024, 64  # floats of a row in a chunk: values, sums
 _FLOATING = ("f32", "f16", "bf16")  # read x as it is
 
-# Formats that one kernel handles together, in alphabetical order: what a K-quant file mixes within one layer. Other mixtures
-# take a launch per type.
+# Formats that one kernel handles together, in alphabetical order, and the files whose layers mix them: V has more bits than Q
+# and K. Where the width is no multiple of 256, Q5_0, Q5_1, Q8_0 and IQ4_NL (packed as q8_0) stand for the K-quants. Other
+# mixtures take a launch per type.
 MIXED: dict[frozenset[str], str] = {
     frozenset(("q4_k", "q6_k")): "q4_k_q6_k",  # Q4_K_M
     frozenset(("q5_k", "q6_k")): "q5_k_q6_k",  # Q5_K_M
-    frozenset(("q5_0", "q8_0")): "q5_0_q8_0",  # both of them where the width is no multiple of 256
+    frozenset(("q4_k", "q5_k")): "q4_k_q5_k",  # Q4_K_S
+    frozenset(("q3_k", "q5_k")): "q3_k_q5_k",  # Q3_K_L, the first layers of Q3_K_M
+    frozenset(("q3_k", "q4_k")): "q3_k_q4_k",  # the others of Q3_K_M
+    frozenset(("q2_k", "q4_k")): "q2_k_q4_k",  # Q2_K of models with four or more query heads to a KV head
+    frozenset(("q2_k", "q3_k")): "q2_k_q3_k",  # Q2_K of others
+    frozenset(("iq4_xs", "q5_k")): "iq4_xs_q5_k",  # IQ4_XS
+    frozenset(("q5_k", "q8_0")): "q5_k_q8_0",  # IQ4_NL
+    frozenset(("q5_0", "q8_0")): "q5_0_q8_0",  # Q4_K_M and Q3_K_M of such widths
+    frozenset(("q5_1", "q8_0")): "q5_1_q8_0",  # Q5_K_M of such widths
+    frozenset(("q5_0", "q5_1")): "q5_0_q5_1",  # Q4_K_S of such widths
 }
 
 

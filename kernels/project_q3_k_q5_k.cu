@@ -1,0 +1,4 @@
+// project_q3_k_q5_k_r1, _r4, _r8: matrices of both types in one launch; see project.cuh.
+#include "project.cuh"
+
+M40_PROJECT(q3_k_q5_k, 2, 1, 1, Q3_K, Q5_K)
