@@ -59,10 +59,9 @@ def decode_layout(storage: type) -> np.dtype:
         scale=np.float32,  # of the scores
         scratch=pointer(np.float32),  # of decode_scratch
         scratch_stride=np.int64,  # floats per thread
-        new_k=pointer(
-            np.float32
-        ),  # (T, KH, HD), rotated in place and appended; the rest is null where rope_append did it
-        new_v=pointer(np.float32),  # (T, KH, HD)
+        # (T, KH, HD), rotated in place and appended; null from here on where rope_append has been run
+        new_k=pointer(np.float32),
+        new_v=pointer(np.float32),
         cos=pointer(np.float32),  # (positions, pairs)
         sin=pointer(np.float32),
         pairs=np.int64,
@@ -70,18 +69,12 @@ def decode_layout(storage: type) -> np.dtype:
 
 
 DECODE = decode_layout(np.uint16)
-NOT_RAW = {
-    "new_k": None,
-    "new_v": None,
-    "cos": None,
-    "sin": None,
-    "pairs": 0,
-}  # the fields where rope_append has been run
+# the fields of `decode_layout` where rope_append has been run
+NOT_RAW = {"new_k": None, "new_v": None, "cos": None, "sin": None, "pairs": 0}
 
 
-@register_jitable(
-    **HELPER
-)  # a plain function where Python calls it: compiling it at every start took a fifth of the load time
+# A plain function where Python calls it: compiling it at every start took a fifth of the load time.
+@register_jitable(**HELPER)
 def _padded(heads):
     return (heads + PAD - 1) // PAD * PAD
 
