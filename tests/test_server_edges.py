@@ -145,6 +145,7 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_toke
         (CHAT, {**HI, "messages": "hi"}, "messages", 'messages is "hi"; expected a list of objects'),
         (CHAT, {**HI, "tools": [1]}, "tools", "tools[0] is 1; tools must be a list of objects"),
         (CHAT, {**HI, "top_logprobs": 21, "logprobs": True}, "top_logprobs", "top_logprobs is 21; expected at most 20"),
+        (CHAT, {**HI, "n": 10**4000}, "n", f"n is 1{'0' * 39}…; expected at most 64"),
         (CHAT, {**HI, "reasoning_format": "none"}, "reasoning_format", "'reasoning_format' is not supported; leave it out"),
         (TEXT, {**RAW, "cache_prompt": False}, "cache_prompt", "'cache_prompt' is not supported; leave it out"),
         (TEXT, {**RAW, "n_probs": 3}, "n_probs", "'n_probs' is not supported; leave it out"),

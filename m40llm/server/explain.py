@@ -51,7 +51,7 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> ApiError:
         message = f"{where}: {limits['error']}"
     elif problem in ("greater_than_equal", "less_than_equal"):
         bound = f"at least {limits['ge']}" if "ge" in limits else f"at most {limits['le']}"
-        message = f"{where} is {given}; expected {bound}"
+        message = f"{where} is {_shown(given)}; expected {bound}"
     elif problem == "too_short":
         message = f"{where} is empty; give at least one"
     elif problem == "too_long":
