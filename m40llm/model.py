@@ -21,6 +21,9 @@ from m40llm.session import DecodeSession
 from m40llm.text import ChatTemplate, Tokenizer
 from m40llm.weights import LoadProgress, check_tensors, load_weights
 
+COMPILING = (
+    "compiling kernels for this machine (each kind once, some seconds; cached afterwards)"  # for who gives an OnCompile
+)
 OnCompile = Callable[[str], None]  # called with a kernel's name before its first-ever compilation
 
 

@@ -25,9 +25,9 @@ class CompileNotice:
 
     def __call__(self, name: str) -> None:
         if not self.kernels:
-            print(
-                "compiling kernels for this machine (each kind once, some seconds; cached afterwards)", file=sys.stderr
-            )
+            from m40llm.model import COMPILING
+
+            print(COMPILING, file=sys.stderr)
         self.kernels += 1
 
 

@@ -14,129 +14,107 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
+
+def option(*names: str, **settings: Any) -> Any:
+    """An option with a variable M40LLM_NAME, after its first long name unless `envvar` says otherwise."""
+    long = next(name for name in names if name.startswith("--")).partition("/")[0]
+    variable = f"M40LLM_{long[2:].replace('-', '_').upper()}"
+    return click.option(*names, **{"envvar": variable, "show_envvar": True, **settings})
+
+
 _RUNTIME = (
-    click.option(
+    option(
         "--threads",
         "-t",
         type=int,
-        envvar="M40LLM_THREADS",
-        show_envvar=True,
         help="CPU threads (default: all; fewer where other programs need the cores, since threads wait for each other).",
     ),
-    click.option(
+    option(
         "--kv-dtype",
         type=click.Choice(["f16", "f32"]),
         default="f16",
-        envvar="M40LLM_KV_DTYPE",
-        show_envvar=True,
         show_default=True,
         help="Precision of the KV cache.",
     ),
-    click.option(
+    option(
         "--device",
         type=click.Choice(["auto", "cuda", "cpu", "emulator"]),
         default="auto",
-        envvar="M40LLM_DEVICE",
-        show_envvar=True,
         show_default=True,
         help="Where to compute; auto: a usable card, else the CPU. The emulator runs the CUDA kernels on the CPU, slowly.",
     ),
-    click.option(
+    option(
         "--require-sm52",
         is_flag=True,
-        envvar="M40LLM_REQUIRE_SM52",
-        show_envvar=True,
         help="Refuse every card but one of compute capability 5.2 (Tesla M40).",
     ),
-    click.option(
+    option(
         "--decode-graph/--no-decode-graph",
         default=False,
-        envvar="M40LLM_DECODE_GRAPH",
-        show_envvar=True,
         help="Replay decode steps as CUDA graphs.",
     ),
-    click.option(
+    option(
         "--cache-experiment",
         type=click.Choice(["off", "ldg", "ldg_kv"]),
         default="off",
-        envvar="M40LLM_CACHE_EXPERIMENT",
-        show_envvar=True,
         show_default=True,
         help="Load norms (ldg) or K and V (ldg_kv) through the card's read-only cache.",
     ),
-    click.option(
+    option(
         "--decode-graph-diag-sync",
         is_flag=True,
-        envvar="M40LLM_DECODE_GRAPH_DIAG_SYNC",
-        show_envvar=True,
         help="Time every replay of a CUDA graph; costs a wait.",
     ),
-    click.option(
+    option(
         "--projection-backend",
         type=click.Choice(["auto", "fast-fits", "large-model"]),
         default="auto",
-        envvar="M40LLM_PROJECTION_BACKEND",
-        show_envvar=True,
         show_default=True,
         help="On a card: FP32 copies of the weights for long prompts (fast-fits), compact weights only (large-model), or "
         "what fits into its memory (auto).",
     ),
-    click.option(
+    option(
         "--materialize-budget-mb",
         type=int,
         envvar="M40LLM_FAST_FITS_BUDGET_MB",
-        show_envvar=True,
         help="MiB for those FP32 copies (default: what is free).",
     ),
-    click.option(
+    option(
         "--cublas/--no-cublas",
         default=True,
         envvar="M40LLM_ENABLE_CUBLAS",
-        show_envvar=True,
         help="Whether cuBLAS or our own kernel multiplies by the FP32 copies (default: cuBLAS).",
     ),
-    click.option(
+    option(
         "--launch-log",
         is_flag=True,
-        envvar="M40LLM_LAUNCH_LOG",
-        show_envvar=True,
         help="Log each step's launches, by group of operations.",
     ),
-    click.option(
+    option(
         "--sync-log",
         is_flag=True,
-        envvar="M40LLM_SYNC_LOG",
-        show_envvar=True,
         help="Log each step's waits and copies, by group of operations.",
     ),
-    click.option(
+    option(
         "--alloc-log",
         is_flag=True,
-        envvar="M40LLM_ALLOC_LOG",
-        show_envvar=True,
         help="Log each step's allocations, and those of loading.",
     ),
-    click.option(
+    option(
         "--cpu-isa",
         default="auto",
-        envvar="M40LLM_CPU_ISA",
-        show_envvar=True,
         show_default=True,
         help="Instruction set of the CPU kernels.",
     ),
-    click.option(
+    option(
         "--activation-bits",
         type=click.Choice(["16", "32"]),
-        envvar="M40LLM_ACTIVATION_BITS",
-        show_envvar=True,
         help="Precision of activations in CPU projections; 32 takes twice the work (default: 16, with --kv-dtype f32: 32).",
     ),
-    click.option(
+    option(
         "--token-budget",
         type=int,
         default=512,
-        envvar="M40LLM_TOKEN_BUDGET",
-        show_envvar=True,
         show_default=True,
         help="Tokens per step: the size of prefill chunks.",
     ),
@@ -169,16 +147,16 @@ def runtime_options(
     command: _Command, *, ctx_help: str = "Context in tokens (default: the model's, ≤ 4096)."
 ) -> _Command:
     """Adds the flags of `RuntimeOptions`; the command gets them as one dict, see `runtime_from`."""
-    ctx = click.option("--ctx", type=int, envvar="M40LLM_CTX", show_envvar=True, help=ctx_help)
-    for option in (*reversed(_RUNTIME), ctx):
-        command = option(command)
+    ctx = option("--ctx", type=int, help=ctx_help)
+    for add in (*reversed(_RUNTIME), ctx):
+        command = add(command)
     return command
 
 
 def sampling_options(command: _Command) -> _Command:
     """Adds the flags of `SamplingParams`; see `sampling_from`."""
-    for option in reversed(_SAMPLING):
-        command = option(command)
+    for add in reversed(_SAMPLING):
+        command = add(command)
     return command
 
 

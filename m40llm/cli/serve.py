@@ -9,15 +9,9 @@ from typing import Any
 import click
 
 from m40llm.cli.errors import CliError
-from m40llm.cli.options import runtime_from, runtime_options
+from m40llm.cli.options import option, runtime_from, runtime_options
 
 _KV_TYPES = click.Choice(["f16", "f32"])
-
-
-def _option(*names: str, **settings: Any) -> Any:
-    """An option with a variable M40LLM_NAME, after its first long name."""
-    long = next(name for name in names if name.startswith("--")).partition("/")[0]
-    return click.option(*names, envvar=f"M40LLM_{long[2:].replace('-', '_').upper()}", show_envvar=True, **settings)
 
 
 @click.command(
@@ -36,53 +30,45 @@ Routes: POST /generate, the OpenAI API under /v1 (chat/completions, completions,
 SIGTERM finishes what runs, then exits 0.""",
 )
 @click.argument("model", metavar="[MODEL]", required=False)
-@_option("--model", "-m", "model_option", metavar="MODEL", help="The model, as MODEL.")
-@_option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@_option("--port", type=int, default=8080, show_default=True, help="Port to listen on; 0: a free one, see the log.")
-@_option(
+@option("--model", "-m", "model_option", metavar="MODEL", help="The model, as MODEL.")
+@option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@option("--port", type=int, default=8080, show_default=True, help="Port to listen on; 0: a free one, see the log.")
+@option(
     "--slots", "-np", "--parallel", type=int, help="Sequences at once (default: what memory holds, at most 4 on a CPU)."
 )
-@_option("--ctx-per-slot", type=int, help="Context of each slot in tokens (default: the model's, ≤ 4096).")
-@_option(
+@option("--ctx-per-slot", type=int, help="Context of each slot in tokens (default: the model's, ≤ 4096).")
+@option(
     "--ctx-size", "-c", type=int, help="Context of all slots together; without --slots: of each, as in llama-server."
 )
-@_option(
+@option(
     "--alias",
     "-a",
     "names",
     multiple=True,
     help="Name of the model in replies (default: its alias or file name); repeatable, or with commas.",
 )
-@_option("--api-key", "keys", multiple=True, help="A key that clients must send; repeatable, or with commas.")
-@_option("--api-key-file", type=click.Path(path_type=Path, dir_okay=False), help="File with one key a line.")
-@_option(
-    "--chat-template", help="Chat template instead of the model's: chatml, a name of the file's, or Jinja2 source."
-)
-@_option("--chat-template-file", type=click.Path(path_type=Path, dir_okay=False), help="The same, from a file.")
-@_option("--cors-origin", default="*", show_default=True, help='Origin that browsers may call from; "" for none.')
-@_option(
-    "--max-queue", type=int, default=64, show_default=True, help="Requests that may wait for a slot; more get 429."
-)
-@_option(
-    "--cache-ram-mb", type=int, default=256, show_default=True, help="RAM for KV of past prompts, in MiB; 0: none."
-)
-@_option(
-    "--cache-disk-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for it, kept over restarts."
-)
-@_option("--cache-disk-mb", type=int, default=4096, show_default=True, help="Largest size of that folder, in MiB.")
-@_option("--max-body-mb", type=float, default=8.0, show_default=True, help="Largest request body.")
-@_option(
+@option("--api-key", "keys", multiple=True, help="A key that clients must send; repeatable, or with commas.")
+@option("--api-key-file", type=click.Path(path_type=Path, dir_okay=False), help="File with one key a line.")
+@option("--chat-template", help="Chat template instead of the model's: chatml, a name of the file's, or Jinja2 source.")
+@option("--chat-template-file", type=click.Path(path_type=Path, dir_okay=False), help="The same, from a file.")
+@option("--cors-origin", default="*", show_default=True, help='Origin that browsers may call from; "" for none.')
+@option("--max-queue", type=int, default=64, show_default=True, help="Requests that may wait for a slot; more get 429.")
+@option("--cache-ram-mb", type=int, default=256, show_default=True, help="RAM for KV of past prompts, in MiB; 0: none.")
+@option("--cache-disk-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for it, kept over restarts.")
+@option("--cache-disk-mb", type=int, default=4096, show_default=True, help="Largest size of that folder, in MiB.")
+@option("--max-body-mb", type=float, default=8.0, show_default=True, help="Largest request body.")
+@option(
     "--idle-timeout", type=float, default=60.0, show_default=True, help="Seconds until an unread stream is given up."
 )
-@_option(
+@option(
     "--heartbeat-seconds", type=float, default=10.0, show_default=True, help="Idle time between comments in a stream."
 )
-@_option("--drain-seconds", type=float, default=30.0, show_default=True, help="Time for running requests at SIGTERM.")
-@_option("--warmup/--no-warmup", default=True, help="Run a step of each kind before the first request (default: yes).")
-@_option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends.")
-@_option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Log on stderr.")
-@_option("--cache-type-k", "-ctk", "kv_k", type=_KV_TYPES, hidden=True)  # llama-server's --kv-dtype, of K and of V
-@_option("--cache-type-v", "-ctv", "kv_v", type=_KV_TYPES, hidden=True)
+@option("--drain-seconds", type=float, default=30.0, show_default=True, help="Time for running requests at SIGTERM.")
+@option("--warmup/--no-warmup", default=True, help="Run a step of each kind before the first request (default: yes).")
+@option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends.")
+@option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Log on stderr.")
+@option("--cache-type-k", "-ctk", "kv_k", type=_KV_TYPES, hidden=True)  # llama-server's --kv-dtype, of K and of V
+@option("--cache-type-v", "-ctv", "kv_v", type=_KV_TYPES, hidden=True)
 @click.option("--jinja", is_flag=True, hidden=True)  # llama-server's switches for what is always on here
 @click.option("--metrics", is_flag=True, hidden=True)
 @runtime_options

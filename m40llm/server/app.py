@@ -9,6 +9,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from m40llm.engine import Engine, EngineClosed
+from m40llm.model import COMPILING
 from m40llm.server import chat, completions, generate, logs, middleware, native
 from m40llm.server.cache_routes import add_cache_routes
 from m40llm.server.chat_page import add_chat_page
@@ -112,7 +113,7 @@ class _Loading:
         self.check()
         if not self._said:
             self._said = True
-            logs.event("compiling kernels for this machine (each kind once, some seconds; cached afterwards)")
+            logs.event(COMPILING)
 
 
 def _loaded(state: ServerState, task: asyncio.Task[Engine]) -> None:
