@@ -42,10 +42,11 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """`out` = norm(x), left to whatever quantises `out` for its readers."""
+    """`out` = norm of x, or of its rows `index`, left to whatever quantises `out` for its readers."""
 
     out: NDArray[np.float32]
     x: NDArray[np.float32]
+    index: NDArray[np.int32] | None
     norm: Norm
 
 

@@ -207,21 +207,23 @@ class CpuOps:
         out: NDArray[np.float32],
         readers: Sequence[PackedMatrix] = (),
     ) -> None:
-        if readers and all(matrix.type in FORMATS for matrix in readers):
-            self._norm = DeferredNorm(out, x, Norm(weight, eps))
-        else:
-            self._norm = None  # `out` may be the buffer of one that was deferred
-            self._add_rmsnorm(x, weight, eps, out)
+        self._rmsnorm(x, weight, eps, out, readers, None)
 
-    def _add_rmsnorm(
+    def _rmsnorm(
         self,
         x: NDArray[np.float32],
         weight: NDArray[np.float32],
         eps: float,
         out: NDArray[np.float32],
-        index: NDArray[np.int32] | None = None,
+        readers: Sequence[PackedMatrix],
+        index: NDArray[np.int32] | None,
     ) -> None:
+        """Of the rows ``index`` (len(out),) of x, or of all; left to the readers of `out` where all are of quantised types."""
         program, _ = self._recording
+        if readers and all(matrix.type in FORMATS for matrix in readers):
+            self._norm = DeferredNorm(out, x, index, Norm(weight, eps))
+            return
+        self._norm = None  # `out` may be the buffer of one that was deferred
         fields = {"rows": len(out), "width": x.shape[1], "eps": eps}
         program.add(elementwise.rmsnorm, x=x, weight=weight, out=out, index=index, **fields)
 
@@ -229,7 +231,7 @@ class CpuOps:
         """Names h as the input of the next projections; a norm that was left to its readers comes along."""
         program, scratch = self._recording
         if self._norm is not None and self._norm.out is h:
-            record_quantise(program, self._norm.x, scratch.rows, norm=self._norm.norm)
+            record_quantise(program, self._norm.x, scratch.rows, self._norm.index, self._norm.norm)
         else:
             record_quantise(program, h, scratch.rows)
 
@@ -356,13 +358,8 @@ class CpuOps:
         program, scratch = self._recording
         rows = shape.logit_rows
         normed, logits = scratch.normed[:rows], ws.logits[:rows]
-        index = ws.plan["logit_rows"][:rows]
-        if weight.type in FORMATS:
-            record_quantise(program, x, scratch.rows, index, Norm(norm, eps))
-        else:
-            self._add_rmsnorm(x, norm, eps, normed, index)
-            record_quantise(program, normed, scratch.rows)
-        record_project(program, [Projection(weight, logits)], scratch.rows)
+        self._rmsnorm(x, norm, eps, normed, (weight,), ws.plan["logit_rows"][:rows])
+        self.project(normed, weight, logits)
         fields = {
             "logits": logits,
             "rows": rows,
