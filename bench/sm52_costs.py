@@ -29,11 +29,11 @@ from m40llm.ops.cuda import attention, project
 from m40llm.ops.cuda.dry_run import DryOps
 from m40llm.ops.cuda.launch_cost import COLUMNS, KEYS, cost_name
 from m40llm.ops.cuda.pack import FORMATS
+from m40llm.ops.cuda.staged import FLOATING, MIXED
 from m40llm.ops.cuda.tensor import DeviceTensor
 from m40llm.plan import Segment, StepLimits, StepPlan
 
 TYPES = tuple(dict.fromkeys(TensorType[fmt.ggml.name] for fmt in FORMATS.values()))
-FLOATS = (TensorType.F32, TensorType.F16, TensorType.BF16)
 
 _CLASSES = {
     "full": "FADD FMUL FFMA FADD32I FMUL32I FFMA32I XMAD IADD IADD32I IADD3 LOP LOP32I LOP3 MOV MOV32I SEL PRMT",
@@ -143,21 +143,28 @@ def projections(recorder: Recorder, kinds: tuple[TensorType, ...], module: str) 
     for rows in (1, 4, 8):
         launch = projection(recorder, kinds, rows)
         for is_staged in (False, True):
-            if is_staged and (kinds[0] in FLOATS):
+            if is_staged and FORMATS[kinds[0]].name in FLOATING:
                 continue
             name = cost_name(f"{module}_r{rows}", module, kinds[0], is_staged)
             yield Subject(name, staged(launch) if is_staged else launch, 2, 12, "1024 columns")
 
 
-def subjects(recorder: Recorder) -> Iterator[Subject]:
+def projection_kernels() -> Iterator[tuple[str, tuple[TensorType, ...]]]:
+    """(module, types that it handles), once for each type, which comes first: modules of one type, then those of two."""
     for kind in TYPES:
-        yield from projections(recorder, (kind,), f"project_{FORMATS[kind].name}")
-        launch = projection(recorder, (kind,), project.GEMM_FROM_ROWS)
-        yield Subject(f"gemm_{FORMATS[kind].name}", launch, 1, 2, "1024 columns")
-    for names, kernel in project.MIXED.items():
-        pair = tuple(TensorType[name.upper()] for name in sorted(names))
+        yield f"project_{FORMATS[kind].name}", (kind,)
+    for names in MIXED:
+        pair = tuple(TensorType[name.upper()] for name in names)
         for kinds in (pair, pair[::-1]):
-            yield from projections(recorder, kinds, f"project_{kernel}")
+            yield f"project_{'_'.join(names)}", kinds
+
+
+def subjects(recorder: Recorder) -> Iterator[Subject]:
+    for module, kinds in projection_kernels():
+        yield from projections(recorder, kinds, module)
+        if len(kinds) == 1:
+            launch = projection(recorder, kinds, project.GEMM_FROM_ROWS)
+            yield Subject(f"gemm_{FORMATS[kinds[0]].name}", launch, 1, 2, "1024 columns")
     for head_dim in attention.HEAD_SIZES:
         for group in (1, 4, 8):
             name = f"attention_decode_hd{head_dim}_g{group}"

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shapes import ModelShape
-from sm52_costs import TYPES
+from sm52_costs import projection_kernels
 
 from m40llm.device.roofline import CARDS, Cycles, KernelCost
 from m40llm.gguf import TensorType
 from m40llm.ops.cuda.dry_run import DryOps
 from m40llm.ops.cuda.launch_cost import COLUMNS, cost_name
-from m40llm.ops.cuda.pack import FORMATS, packed_bytes
-from m40llm.ops.cuda.staged import MIXED
+from m40llm.ops.cuda.pack import packed_bytes
 from m40llm.prediction import Prediction, predict
 from m40llm.weights import LayerWeights, ModelWeights
 
@@ -54,18 +53,8 @@ class ProjectionRow:
         )
 
 
-def projection_kernels() -> Iterator[tuple[str, frozenset[TensorType], TensorType]]:
-    """(module, types that it handles, the matrix's): those of one type, then those of two."""
-    for kind in TYPES:
-        yield f"project_{FORMATS[kind].name}", frozenset((kind,)), kind
-    for names, module in MIXED.items():
-        kinds = [TensorType[name.upper()] for name in sorted(names)]
-        for kind in kinds:
-            yield f"project_{module}", frozenset(kinds), kind
-
-
 def projection_rows(costs: Mapping[str, KernelCost], columns: tuple[int, ...]) -> Iterator[ProjectionRow]:
-    for module, handled, kind in projection_kernels():
+    for module, (kind, *others) in projection_kernels():
         for rows in (1, 4, 8):
             plain, staged = (cost_name(f"{module}_r{rows}", module, kind, staged) for staged in (False, True))
             name = staged if staged in costs else plain  # as decode steps run it
@@ -74,7 +63,7 @@ def projection_rows(costs: Mapping[str, KernelCost], columns: tuple[int, ...]) -
                 weights = 4 * k  # of one warp: four rows
                 yield ProjectionRow(
                     name=name,
-                    handled=handled,
+                    handled=frozenset((kind, *others)),
                     kind=kind,
                     rows=rows,
                     columns=k,

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from m40llm.device.buffers import DevicePointer
 from m40llm.device.protocol import Device
 from m40llm.kv.layout import KVLayout
 from m40llm.ops.cuda.rope import layer_of
@@ -117,7 +116,7 @@ def attention_decode(
         layer_of(kv.k, layout, layer),
         layer_of(kv.v, layout, layer),
         *_segments(segments),
-        _staged_memory(out, q) if isinstance(out, Staged) else out.require("out", q.shape),
+        out.require("out", q.shape),
         scratch.out.memory,
         scratch.stats.memory,
         scratch.done.memory,
@@ -170,12 +169,6 @@ def attention_prefill(
     kernel = device.kernel("attention_prefill", f"attention_prefill_hd{layout.head_dim}")
     grid = (-(-longest // tokens), layout.n_kv_heads, len(segments))
     device.launch(kernel, grid, _PREFILL_THREADS, args, stream=stream)
-
-
-def _staged_memory(out: Staged, q: DeviceTensor) -> DevicePointer:
-    if out.shape != q.shape:
-        raise ValueError(f"out is staged {out.shape}; the kernel needs {q.shape}")
-    return out.memory
 
 
 def _heads_per_block(group: int) -> int:

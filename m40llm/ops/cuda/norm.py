@@ -39,7 +39,7 @@ def rmsnorm(
         source,
         None if rows is None else rows.require("rows", (count,), np.int32),
         weight.require("the norm's weight", (width,)),
-        out.memory if isinstance(out, Staged) else out.require("out", (count, width)),
+        out.require("out", (count, width)),
         np.int32(width),
         np.float32(eps),
     )

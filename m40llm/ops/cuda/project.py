@@ -11,7 +11,7 @@ import numpy as np
 
 from m40llm.device.protocol import Argument, Device
 from m40llm.ops.cuda.pack import GROUP, CudaMatrix
-from m40llm.ops.cuda.staged import MIXED, Staged, batch_of, kernel_formats
+from m40llm.ops.cuda.staged import Staged, batch_of, kernel_formats
 from m40llm.ops.cuda.tensor import DeviceTensor
 
 _WARPS = 8  # of a project block; a warp owns a group of 4 weight rows
@@ -116,7 +116,7 @@ def _launches(matrices: Sequence[CudaMatrix]) -> list[tuple[str, list[int]]]:
     everything = list(range(len(names)))
     formats = kernel_formats(matrices)
     if len(names) <= _MATRICES and formats:
-        return [(MIXED.get(frozenset(formats), formats[0]), everything)]
+        return [("_".join(formats), everything)]
     launches: list[tuple[str, list[int]]] = []
     for name in dict.fromkeys(names):
         members = [i for i in everything if names[i] == name]

@@ -16,25 +16,25 @@ from m40llm.ops.cuda.tensor import DeviceTensor
 
 MOST_ROWS = 8  # that one pass of a projection serves
 _CHUNK, _SUMS = 1024, 64  # floats of a row in a chunk: values, sums
-_FLOATING = ("f32", "f16", "bf16")  # read x as it is
+FLOATING = ("f32", "f16", "bf16")  # read x as it is
 
-# Formats that one kernel handles together, in alphabetical order, and the files whose layers mix them: V has more bits than Q
-# and K. Where the width is no multiple of 256, Q5_0, Q5_1, Q8_0 and IQ4_NL (packed as q8_0) stand for the K-quants. Other
+# Formats that one kernel handles together, each pair in alphabetical order, and the files whose layers mix them: V has more bits
+# than Q and K. Where the width is no multiple of 256, Q5_0, Q5_1, Q8_0 and IQ4_NL (packed as q8_0) stand for the K-quants. Other
 # mixtures take a launch per type.
-MIXED: dict[frozenset[str], str] = {
-    frozenset(("q4_k", "q6_k")): "q4_k_q6_k",  # Q4_K_M
-    frozenset(("q5_k", "q6_k")): "q5_k_q6_k",  # Q5_K_M
-    frozenset(("q4_k", "q5_k")): "q4_k_q5_k",  # Q4_K_S
-    frozenset(("q3_k", "q5_k")): "q3_k_q5_k",  # Q3_K_L, the first layers of Q3_K_M
-    frozenset(("q3_k", "q4_k")): "q3_k_q4_k",  # the others of Q3_K_M
-    frozenset(("q2_k", "q4_k")): "q2_k_q4_k",  # Q2_K of models with four or more query heads to a KV head
-    frozenset(("q2_k", "q3_k")): "q2_k_q3_k",  # Q2_K of others
-    frozenset(("iq4_xs", "q5_k")): "iq4_xs_q5_k",  # IQ4_XS
-    frozenset(("q5_k", "q8_0")): "q5_k_q8_0",  # IQ4_NL
-    frozenset(("q5_0", "q8_0")): "q5_0_q8_0",  # Q4_K_M and Q3_K_M of such widths
-    frozenset(("q5_1", "q8_0")): "q5_1_q8_0",  # Q5_K_M of such widths
-    frozenset(("q5_0", "q5_1")): "q5_0_q5_1",  # Q4_K_S of such widths
-}
+MIXED = (
+    ("q4_k", "q6_k"),  # Q4_K_M
+    ("q5_k", "q6_k"),  # Q5_K_M
+    ("q4_k", "q5_k"),  # Q4_K_S
+    ("q3_k", "q5_k"),  # Q3_K_L, the first layers of Q3_K_M
+    ("q3_k", "q4_k"),  # the others of Q3_K_M
+    ("q2_k", "q4_k"),  # Q2_K of models with four or more query heads to a KV head
+    ("q2_k", "q3_k"),  # Q2_K of others
+    ("iq4_xs", "q5_k"),  # IQ4_XS
+    ("q5_k", "q8_0"),  # IQ4_NL
+    ("q5_0", "q8_0"),  # Q4_K_M and Q3_K_M of such widths
+    ("q5_1", "q8_0"),  # Q5_K_M of such widths
+    ("q5_0", "q5_1"),  # Q4_K_S of such widths
+)
 
 
 def batch_of(rows: int) -> int:
@@ -44,8 +44,8 @@ def batch_of(rows: int) -> int:
 
 def kernel_formats(matrices: Sequence[CudaMatrix]) -> tuple[str, ...]:
     """The formats of the kernel that handles all of these together, in its order; () if there is none."""
-    names = frozenset(m.fmt.name for m in matrices)
-    return tuple(sorted(names)) if len(names) == 1 or names in MIXED else ()
+    formats = tuple(sorted({m.fmt.name for m in matrices}))
+    return formats if len(formats) == 1 or formats in MIXED else ()
 
 
 def staged_floats(columns: int, rows: int) -> int:
@@ -64,6 +64,12 @@ class Staged:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def require(self, what: str, shape: tuple[int, ...]) -> DevicePointer:
+        """The memory, for a launch. Raises ValueError, naming `what`, for another shape."""
+        if self.shape != shape:
+            raise ValueError(f"{what} is staged {self.shape}; the kernel needs {shape}")
+        return self.memory
+
     @property
     def types(self) -> tuple[int, int]:
         """The formats' GGML numbers as kernels take them: -1 for none."""
@@ -77,7 +83,7 @@ _TYPES: dict[str, TensorType] = {fmt.name: fmt.ggml for fmt in FORMATS.values()}
 def staged_formats(rows: int, readers: Sequence[CudaMatrix]) -> tuple[str, ...]:
     """What a result of `rows` rows is staged for, if these matrices are all that reads it; () for a plain tensor."""
     formats = kernel_formats(readers) if readers and rows <= MOST_ROWS else ()
-    return () if set(formats) & set(_FLOATING) else formats
+    return () if set(formats) & set(FLOATING) else formats
 
 
 class Staging:
