@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from m40llm.device.roofline import KernelCost, load_costs
+from tests.bench_scripts import of_bench
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
 COLUMNS = (2048, 4096, 11008)
 
 
 @pytest.fixture(scope="module")
 def targets() -> ModuleType:
-    sys.path.insert(0, str(BENCH))
-    try:
-        return importlib.import_module("sm52_targets")
-    finally:
-        sys.path.remove(str(BENCH))
+    return of_bench("sm52_targets")
 
 
 @pytest.fixture(scope="module")
 def prediction(targets: ModuleType) -> object:
-    shape = importlib.import_module("shapes").SHAPES[targets.TARGET_MODEL]
+    shape = of_bench("shapes").SHAPES[targets.TARGET_MODEL]
     return targets.predicted(shape, "m40-24g", 512, 1, load_costs())
 
 

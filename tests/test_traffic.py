@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+from tests.bench_scripts import BENCH, of_bench
 
 
 @pytest.fixture(scope="module")
 def traffic() -> ModuleType:
-    sys.path.insert(0, str(BENCH))
-    try:
-        return importlib.import_module("traffic")
-    finally:
-        sys.path.remove(str(BENCH))
+    return of_bench("traffic")
 
 
 def test_a_small_decode_token_keeps_to_the_limits() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+from tests.bench_scripts import of_bench
 
 # for (i = 0; i < n; i++) s += in[i]; with a dual issue, a predicate, an unknown branch and a literal
 LISTING = """
@@ -40,14 +37,6 @@ loop:
 .nv.constant2.loop:
         /*0000*/ 	.byte	0x02, 0x00, 0x00, 0x00
 """
-
-
-def of_bench(name: str) -> ModuleType:
-    sys.path.insert(0, str(BENCH))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 @pytest.fixture(scope="module")
