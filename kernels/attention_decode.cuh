@@ -47,27 +47,6 @@ __device__ __forceinline__ void unpack(uint4 bits, float (&value)[8]) {
   }
 }
 
-// Sums each of N values over the lanes whose numbers differ only in the bits from HIGHEST down to LOWEST. A lane gives half
-// of its values away at each bit, while more than one is left, so that N values cost little more than one. It keeps the
-// upper half where its bit is set: the values from (its bits, read as a number) * N / (number of lanes) on.
-template <int N, int HIGHEST, int LOWEST>
-__device__ __forceinline__ void spread_sum(float* value, int lane) {
-  if constexpr (HIGHEST >= LOWEST) {
-    if constexpr (N > 1) {
-      const bool upper = (lane & HIGHEST) != 0;
-#pragma unroll
-      for (int i = 0; i < N / 2; i++) {
-        const float give = upper ? value[i] : value[i + N / 2];
-        const float keep = upper ? value[i + N / 2] : value[i];
-        value[i] = keep + __shfl_xor_sync(M40_EVERYONE, give, HIGHEST);
-      }
-    } else {
-      value[0] += __shfl_xor_sync(M40_EVERYONE, value[0], HIGHEST);
-    }
-    spread_sum<(N > 1 ? N / 2 : 1), HIGHEST / 2, LOWEST>(value, lane);
-  }
-}
-
 template <int HD, int HB>
 __device__ __forceinline__ void attention_decode(const float* q, const __half* k, const __half* v, const int* cu_seqlens_q,
                                                  const int* kv_lens, const int* slots, float* out, float* part_out,
@@ -283,9 +262,9 @@ __device__ __forceinline__ void attention_decode(const float* q, const __half* k
   attention_decode_hd##HD##_g##HB(const float* q, const __half* k, const __half* v, const int* cu_seqlens_q,                 \
                                   const int* kv_lens, const int* slots, float* out, float* part_out, float2* part_stats,     \
                                   unsigned* done, long long slot_stride, int KH, int group, int window, float scale,         \
-                                  int batch, int type) {                                                                    \
+                                  int batch, int type) {                                                                     \
     attention_decode<HD, HB>(q, k, v, cu_seqlens_q, kv_lens, slots, out, part_out, part_stats, done, slot_stride, KH, group, \
-                             window, scale, batch, type);                                                                                 \
+                             window, scale, batch, type);                                                                    \
   }
 
 ATTENTION_DECODE(64, 1)

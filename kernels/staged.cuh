@@ -9,6 +9,7 @@
 // launch follow each other.
 #pragma once
 #include "formats.cuh"
+#include "warp.cuh"
 
 constexpr int STAGED_CHUNK = 1024, STAGED_SUMS = 64;  // floats of a row in a chunk
 
@@ -84,9 +85,9 @@ struct StagedWriter {
           v.x * as.place(piece, 0), v.y * as.place(piece, 1), v.z * as.place(piece, 2), v.w * as.place(piece, 3));
     }
     float sum = (v.x + v.y) + (v.z + v.w);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const float other = __shfl_xor_sync(0xffffffffu, sum, 4);
+    sum += __shfl_xor_sync(M40_EVERYONE, sum, 1);
+    sum += __shfl_xor_sync(M40_EVERYONE, sum, 2);
+    const float other = __shfl_xor_sync(M40_EVERYONE, sum, 4);
     if (as.halves == 1) sum += other;
     if (inside && (as.halves == 1 ? piece : piece & 3) == 0) put_sum(row, k, piece >> 2, sum);
   }
@@ -96,8 +97,8 @@ struct StagedWriter {
     *place_of(row, k) = v * as.place(k >> 2 & 7, k & 3);
     float sum = v;
 #pragma unroll
-    for (int mask = 1; mask < 16; mask <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-    const float other = __shfl_xor_sync(0xffffffffu, sum, 16);
+    for (int mask = 1; mask < 16; mask <<= 1) sum += __shfl_xor_sync(M40_EVERYONE, sum, mask);
+    const float other = __shfl_xor_sync(M40_EVERYONE, sum, 16);
     if (as.halves == 1) sum += other;
     if ((as.halves == 1 ? k & 31 : k & 15) == 0) put_sum(row, k, k >> 4 & 1, sum);
   }
