@@ -197,6 +197,15 @@ class Engine:
         request = warm_request(token_ids, cache_id, self.cache, self.model.config.vocab_size, self.context)
         return self.submit_all([request], priority=priority, on_events=on_event and [on_event], stream=False)[0]
 
+    def settle_cache(self) -> None:
+        """Waits, for a step at most, until `cache` has all that ended requests computed: the end of an answer is saved after
+        its result is out.
+
+        Raises:
+            EngineClosed: the engine is closing or has failed.
+        """
+        self._inbox.saved().result()
+
     def check_room(self, count: int = 1) -> None:
         """Raises QueueFull if `count` requests would not be taken now, and RequestError if they never would."""
         self._inbox.check_room(count)
@@ -277,7 +286,10 @@ class Engine:
         self._kv.close()
 
     def _end_all(self, error: Exception | None) -> None:
-        for generation in self._inbox.take()[0]:
+        orders = self._inbox.take()
+        for saved in orders.saved:
+            saved.set_exception(EngineClosed("the engine is shutting down"))
+        for generation in orders.arrived:
             self._live[generation.sequence] = generation
         for sequence, generation in list(self._live.items()):
             generation.cancel("shutdown")
@@ -285,8 +297,15 @@ class Engine:
 
     def _take_orders(self) -> bool:
         """Admits, cancels and pauses; False when it is time to leave."""
-        arrived, closing = self._inbox.take()
-        for generation in arrived:
+        orders = self._inbox.take()
+        for saved in orders.saved:
+            try:
+                self._kv.settle()
+            except Exception as error:
+                saved.set_exception(error)
+                raise
+            saved.set_result(None)
+        for generation in orders.arrived:
             self._live[generation.sequence] = generation
             if generation.max_tokens == 0:
                 self._end(generation.sequence, "length")
@@ -305,7 +324,7 @@ class Engine:
             elif self._idle_timeout is not None and now - generation.lagging_since >= self._idle_timeout:
                 generation.cancel("idle")
                 self._end(sequence, "cancelled")
-        return not closing
+        return not orders.closing
 
     def _idle(self) -> None:
         """Sleeps until there is something to do, at the latest until a reader that stands still has had its time."""

@@ -94,6 +94,11 @@ class EngineCache:
         except CacheError as error:  # every entry is live: the answer is as good without a name
             _log.warning("prefix cache: no entry '%s': %s", cache_id, error)
 
+    def settle(self) -> None:
+        """Saves what ended sequences have left in their slots."""
+        if self._traffic is not None:
+            self._traffic.settle_ended()
+
     def close(self) -> None:
         """Saves what is left in the slots; the cache itself is the owner's to close."""
         if self._traffic is not None:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from m40llm.generation import Generation
 from m40llm.request import EngineClosed, QueueFull, RequestError
+
+
+class Orders(NamedTuple):
+    """What the engine's thread finds: requests, those who wait for `Inbox.saved`, and whether it is time to leave."""
+
+    arrived: list[Generation]
+    saved: list[Future[None]]
+    closing: bool
 
 
 class Inbox:
@@ -22,6 +32,7 @@ class Inbox:
         self._n_slots = n_slots
         self._max_queue = max_queue
         self._arrived: deque[Generation] = deque()
+        self._saved: list[Future[None]] = []
         self._open = 0
         self._changed = threading.Condition()
         self._nudged = False
@@ -48,10 +59,7 @@ class Inbox:
             QueueFull, RequestError: as `check_room`.
         """
         with self._changed:
-            if self._failure is not None:
-                raise EngineClosed(f"the engine has failed: {self._failure}; restart it")
-            if self._draining or self._closing:
-                raise EngineClosed("the engine is shutting down")
+            self._check_running(self._draining)
             self._check_room(len(generations))
             self._open += len(generations)
             for generation in generations:
@@ -78,6 +86,25 @@ class Inbox:
                 f"{self._open} requests are running or waiting, {limit} are the limit (--slots plus --max-queue); try again later"
             )
 
+    def saved(self) -> Future[None]:
+        """Done once all that ended requests have left in their slots is in the prefix cache.
+
+        Raises:
+            EngineClosed: after `close` or `fail`; the future may hold one, too.
+        """
+        with self._changed:
+            self._check_running()
+            saved: Future[None] = Future()
+            self._saved.append(saved)
+            self._changed.notify()
+            return saved
+
+    def _check_running(self, draining: bool = False) -> None:
+        if self._failure is not None:
+            raise EngineClosed(f"the engine has failed: {self._failure}; restart it")
+        if draining or self._closing:
+            raise EngineClosed("the engine is shutting down")
+
     def arrived(self) -> list[Generation]:
         """Those that the engine's thread has not seen yet."""
         with self._changed:
@@ -100,18 +127,19 @@ class Inbox:
             self._changed.notify()
 
     # -- the engine's thread -------------------------------------------------------------------------
-    def take(self) -> tuple[list[Generation], bool]:
-        """What has arrived, and whether it is time to leave."""
+    def take(self) -> Orders:
+        """What has come since the last call."""
         with self._changed:
-            arrived = list(self._arrived)
+            orders = Orders(list(self._arrived), self._saved, self._closing)
             self._arrived.clear()
+            self._saved = []
             self._nudged = False
-            return arrived, self._closing
+            return orders
 
     def wait(self, timeout: float | None) -> None:
         """Sleeps until there is something to take or `timeout` seconds are over."""
         with self._changed:
-            if not (self._arrived or self._nudged or self._closing):
+            if not (self._arrived or self._saved or self._nudged or self._closing):
                 self._changed.wait(timeout)
 
     def ended(self) -> None:

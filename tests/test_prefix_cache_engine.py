@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from m40llm.config import ConfigError, RuntimeOptions, SamplingParams
-from m40llm.engine import Engine, Request, RequestError
+from m40llm.engine import Engine, EngineClosed, Request, RequestError
 from m40llm.generation import GenerationResult, PrefillEvent
 from m40llm.kv.prefix_cache import CacheError, CacheIdentity
 from tests.tiny_gguf import build_tiny_gguf
@@ -163,6 +163,34 @@ def test_named_entries(tiny: Path) -> None:
             engine.warm(PROMPT[:200], "system")
         engine.cache.evict("thread")
         assert engine.cache.matched_tokens(PROMPT) >= 300
+
+
+def test_an_answer_that_is_out_can_be_flushed_and_evicted_whole(tiny: Path, tmp_path: Path) -> None:
+    computed = len(PROMPT) + 3
+    blocks = -(-computed // 64)
+    with engine_on(tiny, cache_ram_mb=16, cache_disk_dir=tmp_path, slots=2) as engine:
+        cache, traffic = engine.cache, engine._kv._traffic
+        assert cache is not None
+        assert traffic is not None
+        traffic._blocks_per_step = 0  # the steps in between are too few, whoever asks first
+        requests = [Request([n, *PROMPT[1:]], greedy(4), cache_id=f"{n}") for n in range(2)]
+        for generation in engine.submit_all(requests, stream=False):
+            assert len(generation.result.token_ids) == 4
+        engine.settle_cache()
+        cache.flush()
+        stats = cache.stats()
+        assert stats["disk"]["pending"] == 0
+        assert stats["disk"]["blocks"] == stats["ram"]["blocks"] == 2 * blocks
+        assert [e["cached_tokens"] for e in stats["entries"]] == [computed] * 2
+        assert [cache.evict("0"), cache.evict("1")] == [blocks] * 2
+
+
+def test_settling_ends_with_the_engine(tiny: Path) -> None:
+    engine = Engine.load(tiny, RuntimeOptions(device="cpu", threads=1, ctx=CONTEXT, cache_ram_mb=1))
+    engine.settle_cache()
+    engine.close()
+    with pytest.raises(EngineClosed, match="shutting down"):
+        engine.settle_cache()
 
 
 def test_names_need_a_cache(tiny: Path) -> None:

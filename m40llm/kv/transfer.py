@@ -118,6 +118,11 @@ class CacheTraffic:
         while save is not None and save.due:
             self._save_block(slot, save)
 
+    def settle_ended(self) -> None:
+        """Saves now what is left of the sequences that have ended: a few blocks each."""
+        for slot in [slot for slot, save in self._saves.items() if save.ended]:
+            self.settle(slot)
+
     def advance(self) -> bool:
         """Moves some blocks; False when nothing more can be moved before a step or a read ends."""
         left = self._blocks_per_step

@@ -68,6 +68,7 @@ async def warm(request: web.Request) -> web.Response:
         raise ApiError(409, str(error), param="cache_id", code="cache_conflict") from None
     with state.running([wanted], request_id=replies.new_id("warm"), route=WARM, priority=None, stream=False) as group:
         (result,) = await group.finish()
+    await asyncio.to_thread(engine.settle_cache)
     return web.json_response(
         {"cache_id": body.cache_id, "tokens": result.prompt_tokens, "cached_tokens": result.cached_tokens}
     )
@@ -75,17 +76,24 @@ async def warm(request: web.Request) -> web.Response:
 
 async def evict(request: web.Request) -> web.Response:
     """Removes an entry and the blocks that only it needs → {"cache_id", "evicted_blocks"}."""
-    cache_id = request.match_info["cache_id"]
+    state, cache_id = state_of(request), request.match_info["cache_id"]
+    cache = _cache(state)
+    await asyncio.to_thread(state.ready().settle_cache)
     try:
-        blocks = await asyncio.to_thread(_cache(state_of(request)).evict, cache_id)
+        blocks = await asyncio.to_thread(cache.evict, cache_id)
     except UnknownCacheId as error:
         raise ApiError(404, str(error), code="cache_id_not_found") from None
     return web.json_response({"cache_id": cache_id, "evicted_blocks": blocks})
 
 
 async def flush(request: web.Request) -> web.Response:
-    """Waits until everything kept is on disk → {"written_blocks"}."""
-    return web.json_response({"written_blocks": await asyncio.to_thread(_cache(state_of(request)).flush)})
+    """Waits until everything kept is on disk, all of the answers given so far included → {"written_blocks"}."""
+    state = state_of(request)
+    cache = _cache(state)
+    before = cache.written_blocks
+    await asyncio.to_thread(state.ready().settle_cache)
+    await asyncio.to_thread(cache.flush)
+    return web.json_response({"written_blocks": cache.written_blocks - before})
 
 
 def _cache(state: ServerState) -> PrefixCache:

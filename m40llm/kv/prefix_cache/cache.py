@@ -81,6 +81,11 @@ class PrefixCache:
         """In use."""
         return 0 if self._disk is None else self._disk.index.nbytes
 
+    @property
+    def written_blocks(self) -> int:
+        """To the disk, since the start."""
+        return 0 if self._disk is None else self._disk.counters.writes
+
     # -- finding -----------------------------------------------------------------------------------
     def match(self, tokens: Sequence[int]) -> list[Piece]:
         """The longest cached prefix of `tokens`, block by block; of the last block maybe only its first tokens."""
@@ -267,14 +272,13 @@ class PrefixCache:
             self._disk.forget(on_disk)
         return len(gone | {node.key for node in on_disk})
 
-    def flush(self) -> int:
+    def flush(self) -> None:
         """Waits until what is queued for the disk is written, and adds blocks of RAM that the disk was too slow for.
 
-        Nothing on disk is evicted for these. Returns how many blocks were written meanwhile.
+        Nothing on disk is evicted for these.
         """
         if self._disk is None:
-            return 0
-        before = self._disk.counters.writes
+            return
         self._disk.flush()
         with self._lock:
             nodes = [node for node in self._ram if not self._disk.holds(node.key)]
@@ -282,7 +286,6 @@ class PrefixCache:
             if self._disk.has_free_room(len(node.tokens) // TOKEN_BYTES):
                 self._disk.write_later(BlockHeader(node.key, node.parent, node.tokens), node.payload)
                 self._disk.flush()  # one at a time: what waits is bounded
-        return self._disk.counters.writes - before
 
     def stats(self) -> dict[str, Any]:
         """Sizes in bytes, counts since the start, and the named entries, ready for JSON."""
