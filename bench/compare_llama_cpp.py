@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -74,11 +75,19 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise click.ClickException(f"{self.name} ended with status {self._process.wait()}; its message is above")
+            raise click.ClickException(f"{self.name} {_how_it_ended(self._process.wait())}")
         return json.loads(line)
 
     def close(self) -> None:
         self._process.communicate()
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}; its message is above"
+    if -status == signal.SIGILL:
+        return "was built for another CPU (SIGILL); see bench/README.md for a build that runs on this one"
+    return f"was killed by {signal.Signals(-status).name}"
 
 
 @dataclass
