@@ -27,7 +27,7 @@ __all__ = ["META", "TILE_TOKENS", "block_bytes", "tile_kernel"]
 
 TILE_TOKENS = (1, 2, 4, 8)
 META = 8  # words per token and block: sx; -sum v: first 16, last 16, all; sx * sum v: first 16, last 16, all; unused
-AHEAD = 4096  # bytes; measured best of 512 to 8192 with four and eight tokens
+AHEAD = 4096  # bytes; measured best of 512 to 16384 with one to eight tokens
 SCALE, NEGATIVE_SUM, SCALED_SUM = 0, 1, 4
 WHOLE = 2  # offset of the sum over all 32 behind the one over the first 16
 
@@ -68,7 +68,10 @@ class _Tile:
         return self.b.sitofp(self.b.sext(self.load(address, I8, 8), self.dot.ints), self.floats)
 
     def prefetch(self, address: ir.Value, size: int) -> None:
-        """Ask for the cache lines of ``size`` bytes some time before they are read: hardware stops at page borders."""
+        """Ask for the cache lines of ``size`` bytes some time before they are read.
+
+        Hardware stops at page borders; on a Sapphire Rapids Xeon it alone gets two thirds of the memory's speed.
+        """
         for offset in range(0, size, 64):
             pointer = self.b.inttoptr(self.plus(address, offset + AHEAD), I8.as_pointer())
             kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
@@ -118,8 +121,7 @@ class _Tile:
         """acc += one block; ``scales`` has a (scale, minimum) per sub-block."""
         b, tokens = self.b, self.tokens
         meta = self.plus(x, 2 * BLOCK * tokens)
-        if tokens >= 4:  # fewer run at the memory's speed, and the hardware's own prefetching then does better
-            self.prefetch(quants, form.block_bytes)
+        self.prefetch(quants, form.block_bytes)
         quads = self.quads(quants, form)
         per = 8 // len(scales)
         for i, (scale, minimum) in enumerate(scales):
