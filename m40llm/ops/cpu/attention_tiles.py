@@ -17,6 +17,7 @@ from m40llm.ops.cpu.simd import (
     ir_fma,
     ir_lanes,
     ir_load,
+    ir_prefetch,
     ir_shuffle,
     ir_splat,
     ir_store,
@@ -102,12 +103,12 @@ def _sums(b, vectors):
 
 
 @intrinsic(prefer_literal=True)
-def dot_keys(typingctx, heads, keys, size, half, q, k, k_row, valid, out, out_row):
+def dot_keys(typingctx, heads, keys, size, half, q, k, k_row, valid, ahead, out, out_row):
     """out[h, j] = q[h] · k[j] for `heads` query vectors and `keys` (a power of two) cached ones, in registers.
 
     Literals: heads, keys, size (of a head, a multiple of 16), half (1: K is FP16, 0: float32). q has contiguous float32
-    rows of `size`; K has row stride k_row bytes, and rows from `valid` on are not read (the last valid one is instead);
-    out has row stride out_row bytes.
+    rows of `size`; K has row stride k_row bytes, and rows from `valid` on are not read (the last valid one is instead).
+    What lies `ahead` bytes behind the keys is asked for meanwhile. out has row stride out_row bytes.
     """
     sizes = _literals(heads, keys, size, half)
     if sizes is None:
@@ -115,7 +116,7 @@ def dot_keys(typingctx, heads, keys, size, half, q, k, k_row, valid, out, out_ro
     m, n, head, is_half = sizes
 
     def codegen(context, b, sig, args):
-        q, k, k_row, valid, out, out_row = args[4:]
+        q, k, k_row, valid, ahead, out, out_row = args[4:]
         last = b.sub(valid, I64(1))
         starts = []
         for j in range(n):
@@ -127,6 +128,7 @@ def dot_keys(typingctx, heads, keys, size, half, q, k, k_row, valid, out, out_ro
             at_k = b.mul(loop.index, I64(32 if is_half else 64))
             queries = [ir_load(b, ir_at(b, at_q, 4 * head * i), VF, 4) for i in range(m)]
             for j in range(n):
+                ir_prefetch(b, ir_at(b, starts[j], at_k, ahead))
                 key = ir_lanes(b, ir_at(b, starts[j], at_k), is_half)
                 for i in range(m):
                     slot = acc[i * n + j]
@@ -136,14 +138,15 @@ def dot_keys(typingctx, heads, keys, size, half, q, k, k_row, valid, out, out_ro
             ir_store(b, sums, ir_at(b, out, (out_row, i)), 4)
         return context.get_dummy_value()
 
-    return types.void(heads, keys, size, half, *[types.int64] * 6), codegen
+    return types.void(heads, keys, size, half, *[types.int64] * 7), codegen
 
 
 @intrinsic(prefer_literal=True)
-def weigh_values(typingctx, heads, vectors, half, p, p_row, v, v_row, count, out, out_row):
+def weigh_values(typingctx, heads, vectors, half, p, p_row, v, v_row, count, ahead, out, out_row):
     """out[h, :] = Σ_j p[h, j] · v[j, :] over `count` cached rows, for `heads` heads and 16·`vectors` columns, in registers.
 
     Literals: heads, vectors, half (1: V is FP16, 0: float32). p and out are float32; strides in bytes.
+    What lies `ahead` bytes behind the values is asked for meanwhile.
     """
     sizes = _literals(heads, vectors, half)
     if sizes is None:
@@ -151,11 +154,13 @@ def weigh_values(typingctx, heads, vectors, half, p, p_row, v, v_row, count, out
     m, n, is_half = sizes
 
     def codegen(context, b, sig, args):
-        p, p_row, v, v_row, count, out, out_row = args[3:]
+        p, p_row, v, v_row, count, ahead, out, out_row = args[3:]
         acc = _zeros(b, m * n)
         with cgutils.for_range(b, count, intp=I64) as loop:
             at_v = ir_at(b, v, b.mul(v_row, loop.index))
             at_p = ir_at(b, p, (loop.index, 4))
+            for offset in range(0, n * (32 if is_half else 64), 64):
+                ir_prefetch(b, ir_at(b, at_v, offset, ahead))
             values = [ir_lanes(b, ir_at(b, at_v, (32 if is_half else 64) * j), is_half) for j in range(n)]
             for i in range(m):
                 weight = ir_splat(b, ir_load(b, ir_at(b, at_p, (p_row, i)), F32, 4))
@@ -167,7 +172,7 @@ def weigh_values(typingctx, heads, vectors, half, p, p_row, v, v_row, count, out
                 ir_store(b, b.load(acc[i * n + j]), ir_at(b, out, (out_row, i), 64 * j), 4)
         return context.get_dummy_value()
 
-    return types.void(heads, vectors, half, *[types.int64] * 7), codegen
+    return types.void(heads, vectors, half, *[types.int64] * 8), codegen
 
 
 @intrinsic(prefer_literal=True)

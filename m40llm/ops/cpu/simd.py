@@ -128,6 +128,12 @@ def ir_store(b, value, address, align):
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = align
 
 
+def ir_prefetch(b, address):
+    """Asks for the cache line of an address, which need not be valid, into all levels."""
+    pointer = b.inttoptr(address, I8.as_pointer())
+    ir_call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))  # for reading, to stay, data
+
+
 def ir_splat(b, scalar, count=LANES):
     undefined = ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined)
     first = b.insert_element(undefined, scalar, I32(0))

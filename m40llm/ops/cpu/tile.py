@@ -22,6 +22,7 @@ from m40llm.gguf.dequant import IQ4_VALUES
 from m40llm.ops.cpu.formats import BLOCK, FLOATS, FORMATS, ROWS, Format
 from m40llm.ops.cpu.isa import ISA, Dot
 from m40llm.ops.cpu.program import NativeFunction
+from m40llm.ops.cpu.simd import ir_prefetch
 
 __all__ = ["META", "TILE_TOKENS", "block_bytes", "tile_kernel"]
 
@@ -73,10 +74,7 @@ class _Tile:
         Hardware stops at page borders; on a Sapphire Rapids Xeon it alone gets two thirds of the memory's speed.
         """
         for offset in range(0, size, 64):
-            pointer = self.b.inttoptr(self.plus(address, offset + AHEAD), I8.as_pointer())
-            kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
-            function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
-            self.b.call(function, [pointer, I32(0), I32(3), I32(1)])  # for reading, into all levels, data
+            ir_prefetch(self.b, self.plus(address, offset + AHEAD))
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         return self.dot.call(f"llvm.fma.v{self.lanes}f32", self.floats, x, y, z)
