@@ -13,6 +13,7 @@ import pytest
 from m40llm.device import DeviceError, DeviceUnavailable, KernelCompileError, emulator_build
 from m40llm.device.emulator import EmulatorDevice
 from m40llm.device.emulator_build import build, translate
+from m40llm.device.sources import headers
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -38,6 +39,16 @@ def test_a_changed_header_or_mode_is_another_module(sources: Path, cache: Path) 
     second = build("signatures", "fast", cache, sources)
     assert second.library != first.library
     assert "renamed_float_64" in second.kernels
+
+
+@pytest.mark.parametrize(("own", "others"), [("a", "z"), ("z", "a")])
+def test_of_two_headers_with_one_name_the_first_folders_counts(tmp_path: Path, own: str, others: str) -> None:
+    for folder, names in ((own, "mn"), (others, "no")):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / f"{name}.cuh").touch()
+    found = [str(path.relative_to(tmp_path)) for path in headers([tmp_path / own, tmp_path / others])]
+    assert found == [f"{own}/m.cuh", f"{own}/n.cuh", f"{others}/o.cuh"]
 
 
 def test_processes_that_build_at_once_share_one_result(sources: Path, tmp_path: Path) -> None:

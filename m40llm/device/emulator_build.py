@@ -192,7 +192,7 @@ def _compile(
     folder: Path,
 ) -> Path:
     """Compiles and links in `folder`; returns the library."""
-    for header in reversed(device_headers):  # the source's own folder comes first in the list and wins
+    for header in device_headers:
         (folder / header.name).write_text(translate(header.read_text(encoding="utf-8"), header), encoding="utf-8")
     entries = "".join(f"EMU_KERNEL({name})\n" for name in kernels)
     unit = folder / "module.cpp"

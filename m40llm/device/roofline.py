@@ -194,7 +194,7 @@ def stale_modules(path: Path = COSTS_FILE, kernel_dir: Path = KERNEL_DIR) -> lis
 
 def source_digest(module: str, kernel_dir: Path = KERNEL_DIR) -> str:
     """Of a module's source and the headers that it includes, without comments and white space."""
-    known = {path.name: path for folder in reversed(include_dirs(kernel_dir)) for path in headers([folder])}
+    known = {path.name: path for path in headers(include_dirs(kernel_dir))}
     wanted, seen = [kernel_source(module, kernel_dir)], []
     while wanted:
         path = wanted.pop()

@@ -40,8 +40,12 @@ def include_dirs(kernel_dir: Path) -> list[Path]:
 
 
 def headers(directories: Iterable[Path]) -> list[Path]:
-    """Every device header (`*.cuh`) of the folders, sorted."""
-    return sorted({path for directory in directories for path in directory.glob("*.cuh")})
+    """The device headers (`*.cuh`) that the folders offer, sorted by name; of two with one name the first folder's."""
+    found: dict[str, Path] = {}
+    for directory in directories:
+        for path in directory.glob("*.cuh"):
+            found.setdefault(path.name, path)
+    return [found[name] for name in sorted(found)]
 
 
 def digest(*parts: bytes | str | Path) -> str:
