@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from os import PathLike
 from types import TracebackType
 
@@ -77,6 +78,7 @@ class Engine:
         self._kv = EngineCache(cache, model.session, self._inbox.nudge)
         self._scheduler = self._kv.scheduler = Scheduler(self._n_slots, token_budget, events=self._kv)
         self._live: dict[Sequence, Generation] = {}  # the thread's own
+        self._unsaved: list[Future[None]] = []  # the thread's own: answered by `_kv.settle`
         self._totals = _Totals()
         self._thread = threading.Thread(target=self._loop, name="m40llm-engine", daemon=True)
         self._thread.start()
@@ -287,8 +289,8 @@ class Engine:
 
     def _end_all(self, error: Exception | None) -> None:
         orders = self._inbox.take()
-        for saved in orders.saved:
-            saved.set_exception(EngineClosed("the engine is shutting down"))
+        for saved in self._unsaved + orders.saved:
+            saved.set_exception(self._inbox.closed())
         for generation in orders.arrived:
             self._live[generation.sequence] = generation
         for sequence, generation in list(self._live.items()):
@@ -298,13 +300,11 @@ class Engine:
     def _take_orders(self) -> bool:
         """Admits, cancels and pauses; False when it is time to leave."""
         orders = self._inbox.take()
-        for saved in orders.saved:
-            try:
-                self._kv.settle()
-            except Exception as error:
-                saved.set_exception(error)
-                raise
-            saved.set_result(None)
+        self._unsaved += orders.saved
+        if self._unsaved:
+            self._kv.settle()
+        while self._unsaved:
+            self._unsaved.pop().set_result(None)
         for generation in orders.arrived:
             self._live[generation.sequence] = generation
             if generation.max_tokens == 0:

@@ -59,7 +59,8 @@ class Inbox:
             QueueFull, RequestError: as `check_room`.
         """
         with self._changed:
-            self._check_running(self._draining)
+            if self._failure is not None or self._draining or self._closing:
+                raise self.closed()
             self._check_room(len(generations))
             self._open += len(generations)
             for generation in generations:
@@ -93,17 +94,18 @@ class Inbox:
             EngineClosed: after `close` or `fail`; the future may hold one, too.
         """
         with self._changed:
-            self._check_running()
+            if self._failure is not None or self._closing:
+                raise self.closed()
             saved: Future[None] = Future()
             self._saved.append(saved)
             self._changed.notify()
             return saved
 
-    def _check_running(self, draining: bool = False) -> None:
+    def closed(self) -> EngineClosed:
+        """What those are told who come too late."""
         if self._failure is not None:
-            raise EngineClosed(f"the engine has failed: {self._failure}; restart it")
-        if draining or self._closing:
-            raise EngineClosed("the engine is shutting down")
+            return EngineClosed(f"the engine has failed: {self._failure}; restart it")
+        return EngineClosed("the engine is shutting down")
 
     def arrived(self) -> list[Generation]:
         """Those that the engine's thread has not seen yet."""

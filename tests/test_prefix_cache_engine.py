@@ -193,6 +193,19 @@ def test_settling_ends_with_the_engine(tiny: Path) -> None:
         engine.settle_cache()
 
 
+def test_a_save_that_breaks_the_engine_leaves_nobody_waiting(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no such slot")
+
+    with engine_on(tiny, cache_ram_mb=1) as engine:
+        monkeypatch.setattr(engine._kv, "settle", broken)
+        with engine._inbox._changed:  # both are taken at once
+            waiting = [engine._inbox.saved() for _ in range(2)]
+        for saved in waiting:
+            with pytest.raises(EngineClosed, match="has failed: no such slot"):
+                saved.result(timeout=10)
+
+
 def test_names_need_a_cache(tiny: Path) -> None:
     with engine_on(tiny) as engine, pytest.raises(RequestError, match="--cache-ram-mb"):
         engine.warm(PROMPT, "a")
