@@ -28,7 +28,7 @@ __all__ = ["META", "TILE_TOKENS", "block_bytes", "tile_kernel"]
 
 TILE_TOKENS = (1, 2, 4, 8)
 META = 8  # words per token and block: sx; -sum v: first 16, last 16, all; sx * sum v: first 16, last 16, all; unused
-AHEAD = 4096  # bytes; measured best of 512 to 16384 with one to eight tokens
+AHEAD = 4096  # bytes; of 512 to 16384 none was better, with one to eight tokens
 SCALE, NEGATIVE_SUM, SCALED_SUM = 0, 1, 4
 WHOLE = 2  # offset of the sum over all 32 behind the one over the first 16
 
